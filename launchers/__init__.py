@@ -1,0 +1,1 @@
+"""Starting training processes: on this host (local) and, later, on clusters."""

@@ -1,0 +1,412 @@
+"""The one place where every knob is declared: names, types, defaults and the checks across fields.
+
+A configuration is built in layers: the dataclass defaults below, then a YAML file, then `key=value`
+words of the command line (OmegaConf structured configs, so a wrong type or an unknown key is an error).
+`load` returns a typed `Config`; `validate` refuses what cannot work before any expensive step.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from refusion_train.errors import ConfigError
+
+OBJECTIVES = ("slots", "ar", "mdm")
+NORMALIZATIONS = ("token", "document", "micro_batch")
+PRECISIONS = ("fp32", "bf16")
+SCHEDULES = ("cosine", "wsd", "constant")
+RECOMPUTE = ("none", "selective", "full")
+RESUME = ("auto", "none")
+
+
+@dataclass
+class ModelConfig:
+    """Shape of the causal language model (Qwen3 family: RMSNorm, GQA, SwiGLU, RoPE)."""
+
+    hidden_size: int = 1024
+    num_layers: int = 28
+    num_heads: int = 16
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    ffn_size: int = 3072
+    # Rows of the embedding that mean something; null: taken from the shards' tokenizer.
+    vocab_size: int | None = None
+    # The embedding is padded to a multiple of this, whatever the layout, so that checkpoints need no re-padding.
+    vocab_multiple: int = 128
+    qk_norm: bool = True
+    tie_embeddings: bool = True
+    rope_theta: float = 1_000_000.0
+    norm_eps: float = 1e-6
+    init_std: float = 0.02
+    # The longest position the model is declared for (max_position_embeddings of an exported folder).
+    max_sequence_length: int = 32768
+
+
+@dataclass
+class ObjectiveConfig:
+    """What is corrupted and what is predicted; arXiv 2512.13586, section 3, and docs/objective.md."""
+
+    name: str = "slots"
+    slot_sizes: list[int] = field(default_factory=lambda: [4, 8, 16, 32])
+    # Relative frequency of each slot size; null: uniform.
+    slot_weights: list[float] | None = None
+    eps: float = 1e-3
+    ar_weight: float = 1.0
+    mdm_weight: float = 1.0
+    cross_slot_targets: bool = True
+    partial_slot_probability: float = 0.0
+    normalization: str = "token"
+    # counter: every draw is a hash of (seed, epoch, document, what); reference: the draw order of the paper's code.
+    rng: str = "counter"
+
+
+@dataclass
+class DataConfig:
+    """Where rows come from and how they are cut."""
+
+    train: str | None = None
+    validation: str | None = None
+    sequence_length: int = 4096
+    # Independent sequences of rows; a multiple of every data-parallel size that the run will ever use.
+    streams: int = 64
+    # Background threads that prepare batches; 0: prepared in the training thread.
+    workers: int = 2
+    # Steps prepared ahead of the training step.
+    prefetch: int = 4
+    # Blocks of documents that a stream shuffles among each other (its buffer; 1: within a block only).
+    shuffle_blocks: int = 8
+
+
+@dataclass
+class TrainConfig:
+    """Optimisation, precision and reporting."""
+
+    steps: int = 1000
+    # Rows per optimizer step, over all ranks.
+    global_batch_size: int = 64
+    # Rows per forward on one data-parallel rank.
+    micro_batch_size: int = 1
+    precision: str = "bf16"
+    lr: float = 3e-4
+    min_lr_ratio: float = 0.1
+    schedule: str = "cosine"
+    warmup_steps: int = 100
+    # wsd: the last part of the steps in which the rate falls.
+    decay_fraction: float = 0.2
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    adam_eps: float = 1e-8
+    # Largest global gradient norm; 0: no clipping.
+    clip: float = 1.0
+    recompute: str = "none"
+    max_bad_steps: int = 10
+    # Validate every so many steps; 0: only at the end. Needs data.validation.
+    validation_interval: int = 500
+    # Rows of the validation set that are used; null: all.
+    validation_rows: int | None = 256
+    log_interval: int = 1
+    tensorboard: bool = True
+
+
+@dataclass
+class ParallelConfig:
+    """Layout of ranks; the data-parallel size is what remains of the world size."""
+
+    tensor: int = 1
+    sequence: bool = False
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    zero_stage: int = 1
+
+
+@dataclass
+class CheckpointConfig:
+    """When to save, how many to keep, and whether to go on from an earlier one."""
+
+    interval: int = 500
+    keep: int = 3
+    # auto: continue from the newest good checkpoint of run_dir; none: refuse a run_dir that already holds a run.
+    resume: str = "auto"
+
+
+@dataclass
+class Config:
+    """A whole run. See `load`."""
+
+    run_dir: str = "runs/default"
+    seed: int = 0
+    model: ModelConfig = field(default_factory=ModelConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+def load(path: str | os.PathLike[str] | None, overrides: list[str] | None = None) -> Config:
+    """Build the configuration from defaults, a YAML file (or the name of a shipped one) and `key=value` words.
+
+    Raises ConfigError, naming the nearest right key, for an unknown key, and for a value of the wrong type.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    layers: list[tuple[str, Any]] = []
+    if path is not None:
+        layers.append((str(path), _read_yaml(find_config(path))))
+    for word in overrides or []:
+        if "=" not in word or word.startswith("="):
+            raise ConfigError(f"'{word}' is not an override; write key=value, for example train.lr=1e-4")
+        try:
+            layers.append((f"command line: {word}", OmegaConf.from_dotlist([word])))
+        except Exception as error:
+            raise ConfigError(f"cannot read the override '{word}': {_first_line(error)}") from None
+    merged = OmegaConf.structured(Config)
+    for source, layer in layers:
+        _check_keys(OmegaConf.to_container(layer, resolve=False), Config, source)
+        try:
+            merged = OmegaConf.merge(merged, layer)
+        except OmegaConfBaseException as error:
+            key = getattr(error, "full_key", None) or "?"
+            raise ConfigError(f"{source}: {key}: {_first_line(error)}") from None
+    try:
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{getattr(error, 'full_key', '?')}: {_first_line(error)}") from None
+    assert isinstance(config, Config), "OmegaConf returned something that is not our Config"
+    return config
+
+
+def find_config(path: str | os.PathLike[str]) -> Path:
+    """The YAML file that `path` names: a file, or one shipped with the package (`demo`, `demo.yaml`).
+
+    Raises ConfigError when there is none.
+    """
+    given = Path(path)
+    if given.is_file():
+        return given
+    shipped = shipped_configs()
+    for name in (str(given), f"{given}.yaml"):
+        if name in shipped:
+            return shipped[name]
+    raise ConfigError(f"no configuration file '{path}'; shipped ones: {', '.join(sorted(shipped)) or 'none'}")
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Names (relative, with suffix) and paths of the configurations that come with the package."""
+    here = Path(__file__).resolve().parent
+    for folder in (here / "configs", here.parent / "configs"):
+        if folder.is_dir():
+            return {str(file.relative_to(folder)): file for file in sorted(folder.glob("*.yaml"))}
+    return {}
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration as YAML, keys in the order of declaration."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def _read_yaml(path: Path) -> Any:
+    from omegaconf import OmegaConf
+
+    try:
+        layer = OmegaConf.load(path)
+    except Exception as error:
+        raise ConfigError(f"{path}: not a readable YAML file: {_first_line(error)}") from None
+    if not OmegaConf.is_dict(layer):
+        raise ConfigError(f"{path}: the top level must be a mapping of keys such as run_dir, model, train")
+    return layer
+
+
+def _check_keys(layer: Any, schema: type, source: str, prefix: str = "") -> None:
+    """Refuse keys that the schema does not have, naming the nearest right one."""
+    hints = get_type_hints(schema)
+    for key, value in layer.items():
+        if key not in hints:
+            raise ConfigError(f"{source}: unknown key '{prefix}{key}'{_nearest(prefix, str(key), schema)}")
+        inner = hints[key]
+        if is_dataclass(inner):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{source}: '{prefix}{key}' is a section; give its keys, for example "
+                                  f"{prefix}{key}.{fields(inner)[0].name}=...")
+            _check_keys(value, inner, source, f"{prefix}{key}.")  # type: ignore[arg-type]
+
+
+def _nearest(prefix: str, key: str, schema: type) -> str:
+    """' (did you mean ...?)' for a mistyped key; looks in its own section first, then everywhere."""
+    own = difflib.get_close_matches(key, [f.name for f in fields(schema)], n=1, cutoff=0.6)  # type: ignore[arg-type]
+    if own:
+        return f"; did you mean '{prefix}{own[0]}'?"
+    everywhere = all_keys()
+    same_name = [name for name in everywhere if name.rsplit(".", 1)[-1] == key]
+    near = same_name or difflib.get_close_matches(f"{prefix}{key}", everywhere, n=1, cutoff=0.5)
+    if near:
+        return f"; did you mean '{near[0]}'?"
+    return f"; known here: {', '.join(f.name for f in fields(schema))}"  # type: ignore[arg-type]
+
+
+def all_keys(schema: type = Config, prefix: str = "") -> list[str]:
+    """Every dotted key of the schema, in order of declaration."""
+    keys: list[str] = []
+    for name, hint in get_type_hints(schema).items():
+        if is_dataclass(hint):
+            keys += all_keys(hint, f"{prefix}{name}.")  # type: ignore[arg-type]
+        else:
+            keys.append(f"{prefix}{name}")
+    return keys
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+# --------------------------------------------------------------------------------------------- checks across fields
+
+
+def validate(config: Config, world_size: int | None = None) -> None:
+    """Refuse what cannot work, naming the keys, the values and a remedy.
+
+    `world_size`: number of ranks, when it is known; then the data-parallel checks are made too.
+    Raises ConfigError.
+    """
+    _check_ranges(config)
+    _check_objective(config.objective)
+    _check_model(config)
+    _check_layout(config)
+    if world_size is not None:
+        _check_world(config, world_size)
+
+
+def data_parallel_size(config: Config, world_size: int) -> int:
+    """Ranks that hold different data: world size / (tensor * pipeline). Raises ConfigError if it is not whole."""
+    model_ranks = config.parallel.tensor * config.parallel.pipeline
+    if world_size % model_ranks:
+        raise ConfigError(
+            f"{world_size} processes cannot be divided by parallel.tensor * parallel.pipeline = "
+            f"{config.parallel.tensor} * {config.parallel.pipeline}; start a multiple of {model_ranks}"
+        )
+    return world_size // model_ranks
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def _choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    near = difflib.get_close_matches(value, allowed, n=1)
+    hint = f"; did you mean '{near[0]}'?" if near else ""
+    _require(value in allowed, f"{key}={value} is not one of {', '.join(allowed)}{hint}")
+
+
+_POSITIVE = (
+    "model.hidden_size", "model.num_layers", "model.num_heads", "model.num_kv_heads", "model.head_dim",
+    "model.ffn_size", "model.vocab_multiple", "model.max_sequence_length", "model.rope_theta", "model.norm_eps",
+    "model.init_std", "data.sequence_length", "data.streams", "data.prefetch", "data.shuffle_blocks",
+    "train.steps", "train.global_batch_size", "train.micro_batch_size", "train.lr", "train.max_bad_steps",
+    "train.log_interval", "parallel.tensor", "parallel.pipeline", "parallel.virtual_pipeline",
+    "checkpoint.interval", "checkpoint.keep",
+)  # fmt: skip
+_NOT_NEGATIVE = (
+    "seed", "objective.ar_weight", "objective.mdm_weight", "data.workers", "train.warmup_steps",
+    "train.weight_decay", "train.clip", "train.validation_interval", "train.adam_eps",
+)  # fmt: skip
+_FRACTION = (
+    "objective.partial_slot_probability", "train.min_lr_ratio", "train.decay_fraction", "train.beta1", "train.beta2",
+)  # fmt: skip
+
+
+def _get(config: Config, key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _check_ranges(config: Config) -> None:
+    for key in _POSITIVE:
+        _require(_get(config, key) > 0, f"{key}={_get(config, key)} must be greater than 0")
+    for key in _NOT_NEGATIVE:
+        _require(_get(config, key) >= 0, f"{key}={_get(config, key)} must not be negative")
+    for key in _FRACTION:
+        _require(0 <= _get(config, key) <= 1, f"{key}={_get(config, key)} must lie between 0 and 1")
+    for key, allowed in (
+        ("objective.name", OBJECTIVES), ("objective.normalization", NORMALIZATIONS),
+        ("objective.rng", ("counter", "reference")), ("train.precision", PRECISIONS),
+        ("train.schedule", SCHEDULES), ("train.recompute", RECOMPUTE), ("checkpoint.resume", RESUME),
+    ):  # fmt: skip
+        _choice(key, _get(config, key), allowed)
+    rows = config.train.validation_rows
+    _require(rows is None or rows > 0, f"train.validation_rows={rows} must be greater than 0, or null for all")
+
+
+def _check_objective(objective: ObjectiveConfig) -> None:
+    sizes, weights = objective.slot_sizes, objective.slot_weights
+    _require(bool(sizes), "objective.slot_sizes is empty; give at least one slot size, for example [4,8,16,32]")
+    _require(all(size >= 1 for size in sizes), f"objective.slot_sizes={sizes}: every slot size must be at least 1")
+    if weights is not None:
+        _require(len(weights) == len(sizes), f"objective.slot_weights has {len(weights)} values for "
+                 f"{len(sizes)} objective.slot_sizes; give one weight for each size")
+        _require(all(w >= 0 for w in weights) and sum(weights) > 0,
+                 f"objective.slot_weights={weights}: weights must not be negative and not all 0")
+    _require(0 < objective.eps < 1, f"objective.eps={objective.eps} must lie between 0 and 1")
+    if objective.rng == "reference":
+        _require(objective.name == "slots", "objective.rng=reference draws in the order of the paper's slot code; "
+                 f"it needs objective.name=slots, not {objective.name}")
+        _require(objective.partial_slot_probability == 0,
+                 "objective.rng=reference has no partial slots; set objective.partial_slot_probability=0")
+
+
+def _check_model(config: Config) -> None:
+    model = config.model
+    _require(model.num_heads % model.num_kv_heads == 0,
+             f"model.num_heads={model.num_heads} must be a multiple of model.num_kv_heads={model.num_kv_heads}")
+    _require(model.head_dim % 2 == 0, f"model.head_dim={model.head_dim} must be even (rotary pairs)")
+    _require(model.vocab_size is None or model.vocab_size > 0, f"model.vocab_size={model.vocab_size} must be positive")
+    _require(config.data.sequence_length <= model.max_sequence_length,
+             f"data.sequence_length={config.data.sequence_length} is longer than the model's positions, "
+             f"model.max_sequence_length={model.max_sequence_length}; shorten the one or raise the other")
+
+
+def _check_layout(config: Config) -> None:
+    model, parallel = config.model, config.parallel
+    tensor, pipeline, virtual = parallel.tensor, parallel.pipeline, parallel.virtual_pipeline
+    _require(parallel.zero_stage in (1, 2, 3), f"parallel.zero_stage={parallel.zero_stage} is not one of 1, 2, 3")
+    for key, value in (("model.num_heads", model.num_heads), ("model.num_kv_heads", model.num_kv_heads),
+                       ("model.ffn_size", model.ffn_size), ("model.vocab_multiple", model.vocab_multiple)):
+        _require(value % tensor == 0, f"{key}={value} is not divisible by parallel.tensor={tensor}")
+    if parallel.sequence:
+        _require(tensor > 1, "parallel.sequence=true needs parallel.tensor > 1 (it splits rows over the tensor ranks)")
+        _require(config.data.sequence_length % tensor == 0,
+                 f"data.sequence_length={config.data.sequence_length} is not divisible by parallel.tensor={tensor}, "
+                 "which parallel.sequence=true needs")
+    _require(pipeline > 1 or virtual == 1,
+             f"parallel.virtual_pipeline={virtual} needs parallel.pipeline > 1; set parallel.virtual_pipeline=1")
+    _require(model.num_layers % (pipeline * virtual) == 0,
+             f"model.num_layers={model.num_layers} is not divisible by parallel.pipeline * parallel.virtual_pipeline = "
+             f"{pipeline} * {virtual}")
+    _require(parallel.zero_stage < 3 or pipeline == 1,
+             "parallel.zero_stage=3 with parallel.pipeline > 1 gives wrong gradient norms; use parallel.zero_stage=2")
+
+
+def _check_world(config: Config, world_size: int) -> None:
+    size = data_parallel_size(config, world_size)
+    train, streams = config.train, config.data.streams
+    _require(streams % size == 0, f"data.streams={streams} is not a multiple of the data-parallel size {size}; "
+             "a run keeps its data.streams for life, so choose a multiple of every size that it will use")
+    _require(train.global_batch_size % (size * train.micro_batch_size) == 0,
+             f"train.global_batch_size={train.global_batch_size} is not a multiple of train.micro_batch_size * "
+             f"data-parallel size = {train.micro_batch_size} * {size}")
+    micro_batches = train.global_batch_size // (size * train.micro_batch_size)
+    if config.parallel.virtual_pipeline > 1:
+        _require(micro_batches % config.parallel.pipeline == 0,
+                 f"{micro_batches} micro-batches per step are not a multiple of parallel.pipeline="
+                 f"{config.parallel.pipeline}, which parallel.virtual_pipeline > 1 needs; change train.global_batch_size "
+                 "or train.micro_batch_size")
