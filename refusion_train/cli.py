@@ -1,0 +1,313 @@
+"""The `refusion` command: parsing and printing only.
+
+Every command imports what it needs when it runs, so that `--help` answers at once and tokenizing needs no torch.
+Errors meant for the user are one line (exit code 2 for usage and configuration, 1 otherwise); `--debug` adds the traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from refusion_train import __version__
+from refusion_train.errors import ConfigError, RefusionError
+
+app = typer.Typer(
+    name="refusion",
+    help="Pretrain ReFusion language models: slot-level masked diffusion under causal attention.",
+    epilog="First steps: refusion demo",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+data_app = typer.Typer(
+    help="Corpora to tokenizers and shards, and looking at them.", no_args_is_help=True, add_completion=False
+)
+app.add_typer(data_app, name="data")
+
+_DEBUG = False
+
+Overrides = Annotated[
+    Optional[list[str]],  # noqa: UP045 - typer reads the annotation at run time
+    typer.Argument(help="Changes to the configuration: key=value ...", metavar="[KEY=VALUE]...", show_default=False),
+]
+ConfigPath = Annotated[
+    str, typer.Argument(help="A YAML file, or the name of a shipped one (demo).", metavar="CONFIG", show_default=False)
+]
+Inputs = Annotated[
+    list[str],
+    typer.Argument(
+        help="Files, folders or globs of .txt, .jsonl, .jsonl.gz, .jsonl.zst.", metavar="INPUT...", show_default=False
+    ),
+]
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"refusion {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Options of the command as a whole; `run` has taken --debug out of the words by now."""
+
+
+# ------------------------------------------------------------------------------------------------------------ data
+
+
+@data_app.command("tokenizer")
+def data_tokenizer(
+    inputs: Inputs,
+    out: Annotated[Path, typer.Option(help="Folder to write the tokenizer to.")],
+    vocab_size: Annotated[int, typer.Option(help="Number of pieces, special ones included.", min=270)] = 32000,
+    model_type: Annotated[str, typer.Option(help="bpe or unigram.")] = "bpe",
+    text_field: Annotated[str, typer.Option(help="Field of JSON lines that holds the text.")] = "text",
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing folder.")] = False,
+) -> None:
+    """Train a SentencePiece tokenizer with byte fallback, begin, end and mask tokens.
+
+    Example: refusion data tokenizer corpus/*.jsonl.zst --vocab-size 32000 --out tokenizer
+    """
+    from data_tools.train_tokenizer import train_tokenizer
+
+    train_tokenizer(
+        inputs, str(out), vocab_size=vocab_size, model_type=model_type, text_field=text_field, overwrite=overwrite
+    )
+
+
+@data_app.command("shards")
+def data_shards(
+    inputs: Inputs,
+    tokenizer: Annotated[Path, typer.Option(help="Folder of the tokenizer.")],
+    out: Annotated[Path, typer.Option(help="Folder to write the shards to.")],
+    val_fraction: Annotated[float, typer.Option(help="Share of documents held out.", min=0.0, max=0.9)] = 0.0,
+    text_field: Annotated[str, typer.Option(help="Field of JSON lines that holds the text.")] = "text",
+    shard_size: Annotated[int, typer.Option(help="Size of a shard in MiB.", min=1)] = 256,
+    strict: Annotated[bool, typer.Option(help="Stop at the first broken line.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing folder.")] = False,
+) -> None:
+    """Tokenize documents into WebDataset shards with an index.
+
+    Example: refusion data shards corpus/ --tokenizer tokenizer --out shards --val-fraction 0.01
+    """
+    from data_tools.build_shards import build_shards
+
+    build_shards(
+        inputs, str(tokenizer), str(out), val_fraction=val_fraction, text_field=text_field,
+        shard_bytes=shard_size << 20, strict=strict, overwrite=overwrite,
+    )  # fmt: skip
+
+
+@data_app.command("verify")
+def data_verify(path: Annotated[Path, typer.Argument(help="Folder of shards.", show_default=False)]) -> None:
+    """Check checksums, counts and token ids of every shard.
+
+    Example: refusion data verify shards/train
+    """
+    from data_tools.inspect import verify
+
+    verify(str(path))
+
+
+@data_app.command("show")
+def data_show(
+    path: Annotated[Path, typer.Argument(help="Folder of shards.", show_default=False)],
+    config: Annotated[Optional[str], typer.Option(help="Show packed and corrupted rows of this run.")] = None,  # noqa: UP045
+    count: Annotated[int, typer.Option("-n", "--count", help="Documents or rows to show.", min=1)] = 3,
+) -> None:
+    """Show decoded documents; with --config packed and corrupted rows in colour.
+
+    Examples: refusion data show shards/train -n 5
+              refusion data show shards/train --config demo -n 1
+    """
+    from data_tools.inspect import show
+    from refusion_train.config import load
+
+    show(str(path), load(config) if config else None, count)
+
+
+# -------------------------------------------------------------------------------------------------------- training
+
+
+@app.command()
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    nproc: Annotated[int, typer.Option(help="Processes to start on this host.", min=1)] = 1,
+) -> None:
+    """Train, or go on with a run from its newest good checkpoint.
+
+    Under torchrun or srun (RANK is set) the process joins that group.
+
+    Examples: refusion train demo data.train=shards/train run_dir=runs/a --nproc 2
+              torchrun --nproc-per-node 8 -m refusion_train.cli train run.yaml
+
+    Exit codes: 0 done, 75 stopped by a signal after saving (run again to go on), 2 configuration, 1 anything else.
+    """
+    from refusion_train.config import load, validate
+
+    settings = load(config, overrides)
+    inside_group = "RANK" in os.environ
+    if inside_group and nproc > 1:
+        raise ConfigError("--nproc starts processes of its own; leave it out under torchrun or srun (RANK is set)")
+    validate(settings, int(os.environ.get("WORLD_SIZE", "1")) if inside_group else nproc)
+    if settings.data.train is None:
+        raise ConfigError("data.train is not set; give the folder of shards, for example data.train=shards/train")
+    if nproc > 1:
+        from launchers.local import launch
+
+        words = ["--debug"] * _DEBUG + ["train", config, *(overrides or [])]
+        raise typer.Exit(launch(words, nproc))
+    from refusion_train.train.loop import train as run
+
+    raise typer.Exit(run(settings))
+
+
+@app.command()
+def evaluate(
+    config: ConfigPath,
+    checkpoint: Annotated[Path, typer.Option(help="A run folder (its newest good checkpoint) or a step folder.")],
+    overrides: Overrides = None,
+) -> None:
+    """Validation losses of a checkpoint as one JSON object.
+
+    Example: refusion evaluate runs/a/config.yaml --checkpoint runs/a
+    """
+    import json
+
+    from refusion_train.config import load, validate
+    from refusion_train.train.evaluate import evaluate_checkpoint
+
+    settings = load(config, overrides)
+    validate(settings, int(os.environ.get("WORLD_SIZE", "1")))
+    typer.echo(json.dumps(evaluate_checkpoint(settings, str(checkpoint))))
+
+
+# ---------------------------------------------------------------------------------------------- export and decoding
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A run folder or a checkpoint.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Hugging Face folder to write.")],
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing folder.")] = False,
+) -> None:
+    """Write a Hugging Face folder: weights, tokenizer and standalone modelling code.
+
+    Example: refusion export runs/a --out runs/a/hf
+    """
+    from refusion_train.convert.export import export_checkpoint
+
+    folder = export_checkpoint(str(checkpoint), str(out), dtype=dtype, overwrite=overwrite)
+    typer.echo(f"{folder}")
+
+
+@app.command()
+def generate(
+    folder: Annotated[Path, typer.Argument(help="A Hugging Face folder written by export.", show_default=False)],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    slot_size: Annotated[Optional[int], typer.Option(min=1, help="Tokens per slot.")] = None,  # noqa: UP045
+    num_blocks: Annotated[Optional[int], typer.Option(min=1, help="Serial blocks of the response.")] = None,  # noqa: UP045
+    slot_threshold: Annotated[Optional[float], typer.Option(help="Confidence to start a slot.")] = None,  # noqa: UP045
+    token_threshold: Annotated[Optional[float], typer.Option(help="Probability to accept a token.")] = None,  # noqa: UP045
+    correction: Annotated[Optional[str], typer.Option(help="ar or redraft.")] = None,  # noqa: UP045
+    decoding: Annotated[Optional[str], typer.Option(help="plan_and_infill, left_to_right or mdm.")] = None,  # noqa: UP045
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    stream: Annotated[bool, typer.Option("--stream", help="Show slots filling in as they are decided.")] = False,
+) -> None:
+    """Continue a prompt by plan and infill.
+
+    Example: refusion generate runs/a/hf --prompt "def main():" --stream
+    """
+    from refusion_train.convert.generate import generate_text
+
+    options = {
+        "slot_size": slot_size, "num_blocks": num_blocks, "slot_threshold": slot_threshold,
+        "token_threshold": token_threshold, "correction": correction, "decoding": decoding,
+    }  # fmt: skip
+    generate_text(
+        str(folder), prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed,
+        stream=stream, **{name: value for name, value in options.items() if value is not None},
+    )  # fmt: skip
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option("--dir", help="Folder for everything that the demo writes.")] = Path("demo"),
+    overrides: Overrides = None,
+    nproc: Annotated[int, typer.Option(help="Training processes.", min=1)] = 2,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin again: remove what an earlier demo wrote.")] = False,
+) -> None:
+    """Text in, generated text out: the whole way on this machine, in a few minutes.
+
+    Corpus (Python's own standard library), tokenizer, shards, pretraining, Hugging Face folder, a generated
+    continuation. Run again, it goes on where it stopped.
+
+    More to try:
+      refusion demo --fresh objective.name=ar          the same model left to right
+      refusion demo --dir demo-long train.steps=2000   a longer run
+      refusion generate demo/hf --prompt "import os" --stream
+      refusion data show demo/shards/train --config demo -n 1
+      tensorboard --logdir demo/run
+    """
+    from launchers.demo import run_demo
+
+    raise typer.Exit(run_demo(folder, overrides or [], nproc, fresh))
+
+
+# ------------------------------------------------------------------------------------------------------------ main
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of the `refusion` command; exits the process with the documented codes."""
+    sys.exit(run(sys.argv[1:] if argv is None else argv))
+
+
+def run(argv: list[str]) -> int:
+    """Run the command line `argv` and return its exit code; errors are printed as one line on stderr."""
+    global _DEBUG
+    _DEBUG = "--debug" in argv
+    try:
+        # --debug may stand anywhere: it concerns the whole command.
+        code = app(args=[word for word in argv if word != "--debug"], standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except RefusionError as error:
+        return _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:
+        # The reader (head, less) has gone: nothing is left to say. Keep the interpreter's last flush quiet.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # click's usage errors
+            message = error.format_message()  # type: ignore[attr-defined]
+            return _fail(message, error.exit_code) if message else 2  # type: ignore[attr-defined]
+        text = str(error).strip().split("\n")[0]
+        return _fail(f"{type(error).__name__}: {text} (an error of ours; --debug shows where)", 1)
+
+
+def _fail(message: str, code: int) -> int:
+    if _DEBUG:
+        traceback.print_exc()
+    print(f"refusion: error: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    main()
