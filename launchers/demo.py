@@ -2,7 +2,7 @@
 
 It exists so that a newcomer sees every part work in a few minutes, with the same functions and processes that a
 real run uses. The corpus is what every machine with Python has: the sources and docstrings of the standard library,
-one document a file, some of them held out. Each stage is left alone when it is already there, so a stopped demo goes on.
+one document a file, some of them held out. A stage that is already there is left alone, so a stopped demo goes on.
 """
 
 from __future__ import annotations

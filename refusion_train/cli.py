@@ -1,7 +1,8 @@
 """The `refusion` command: parsing and printing only.
 
 Every command imports what it needs when it runs, so that `--help` answers at once and tokenizing needs no torch.
-Errors meant for the user are one line (exit code 2 for usage and configuration, 1 otherwise); `--debug` adds the traceback.
+Errors meant for the user are one line (exit code 2 for usage and configuration, 1 otherwise); `--debug` adds the
+traceback.
 """
 
 from __future__ import annotations
@@ -132,6 +133,7 @@ def data_show(
               refusion data show shards/train --config demo -n 1
     """
     from data_tools.inspect import show
+
     from refusion_train.config import load
 
     show(str(path), load(config) if config else None, count)

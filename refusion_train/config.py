@@ -234,8 +234,10 @@ def _check_keys(layer: Any, schema: type, source: str, prefix: str = "") -> None
         inner = hints[key]
         if is_dataclass(inner):
             if not isinstance(value, dict):
-                raise ConfigError(f"{source}: '{prefix}{key}' is a section; give its keys, for example "
-                                  f"{prefix}{key}.{fields(inner)[0].name}=...")
+                raise ConfigError(
+                    f"{source}: '{prefix}{key}' is a section; give its keys, for example "
+                    f"{prefix}{key}.{fields(inner)[0].name}=..."
+                )
             _check_keys(value, inner, source, f"{prefix}{key}.")  # type: ignore[arg-type]
 
 
@@ -352,61 +354,94 @@ def _check_objective(objective: ObjectiveConfig) -> None:
     _require(bool(sizes), "objective.slot_sizes is empty; give at least one slot size, for example [4,8,16,32]")
     _require(all(size >= 1 for size in sizes), f"objective.slot_sizes={sizes}: every slot size must be at least 1")
     if weights is not None:
-        _require(len(weights) == len(sizes), f"objective.slot_weights has {len(weights)} values for "
-                 f"{len(sizes)} objective.slot_sizes; give one weight for each size")
-        _require(all(w >= 0 for w in weights) and sum(weights) > 0,
-                 f"objective.slot_weights={weights}: weights must not be negative and not all 0")
+        _require(
+            len(weights) == len(sizes),
+            f"objective.slot_weights has {len(weights)} values for "
+            f"{len(sizes)} objective.slot_sizes; give one weight for each size",
+        )
+        _require(
+            all(w >= 0 for w in weights) and sum(weights) > 0,
+            f"objective.slot_weights={weights}: weights must not be negative and not all 0",
+        )
     _require(0 < objective.eps < 1, f"objective.eps={objective.eps} must lie between 0 and 1")
     if objective.rng == "reference":
-        _require(objective.name == "slots", "objective.rng=reference draws in the order of the paper's slot code; "
-                 f"it needs objective.name=slots, not {objective.name}")
-        _require(objective.partial_slot_probability == 0,
-                 "objective.rng=reference has no partial slots; set objective.partial_slot_probability=0")
+        _require(
+            objective.name == "slots",
+            "objective.rng=reference draws in the order of the paper's slot code; "
+            f"it needs objective.name=slots, not {objective.name}",
+        )
+        _require(
+            objective.partial_slot_probability == 0,
+            "objective.rng=reference has no partial slots; set objective.partial_slot_probability=0",
+        )
 
 
 def _check_model(config: Config) -> None:
     model = config.model
-    _require(model.num_heads % model.num_kv_heads == 0,
-             f"model.num_heads={model.num_heads} must be a multiple of model.num_kv_heads={model.num_kv_heads}")
+    _require(
+        model.num_heads % model.num_kv_heads == 0,
+        f"model.num_heads={model.num_heads} must be a multiple of model.num_kv_heads={model.num_kv_heads}",
+    )
     _require(model.head_dim % 2 == 0, f"model.head_dim={model.head_dim} must be even (rotary pairs)")
     _require(model.vocab_size is None or model.vocab_size > 0, f"model.vocab_size={model.vocab_size} must be positive")
-    _require(config.data.sequence_length <= model.max_sequence_length,
-             f"data.sequence_length={config.data.sequence_length} is longer than the model's positions, "
-             f"model.max_sequence_length={model.max_sequence_length}; shorten the one or raise the other")
+    _require(
+        config.data.sequence_length <= model.max_sequence_length,
+        f"data.sequence_length={config.data.sequence_length} is longer than the model's positions, "
+        f"model.max_sequence_length={model.max_sequence_length}; shorten the one or raise the other",
+    )
 
 
 def _check_layout(config: Config) -> None:
     model, parallel = config.model, config.parallel
     tensor, pipeline, virtual = parallel.tensor, parallel.pipeline, parallel.virtual_pipeline
     _require(parallel.zero_stage in (1, 2, 3), f"parallel.zero_stage={parallel.zero_stage} is not one of 1, 2, 3")
-    for key, value in (("model.num_heads", model.num_heads), ("model.num_kv_heads", model.num_kv_heads),
-                       ("model.ffn_size", model.ffn_size), ("model.vocab_multiple", model.vocab_multiple)):
+    for key, value in (
+        ("model.num_heads", model.num_heads),
+        ("model.num_kv_heads", model.num_kv_heads),
+        ("model.ffn_size", model.ffn_size),
+        ("model.vocab_multiple", model.vocab_multiple),
+    ):
         _require(value % tensor == 0, f"{key}={value} is not divisible by parallel.tensor={tensor}")
     if parallel.sequence:
         _require(tensor > 1, "parallel.sequence=true needs parallel.tensor > 1 (it splits rows over the tensor ranks)")
-        _require(config.data.sequence_length % tensor == 0,
-                 f"data.sequence_length={config.data.sequence_length} is not divisible by parallel.tensor={tensor}, "
-                 "which parallel.sequence=true needs")
-    _require(pipeline > 1 or virtual == 1,
-             f"parallel.virtual_pipeline={virtual} needs parallel.pipeline > 1; set parallel.virtual_pipeline=1")
-    _require(model.num_layers % (pipeline * virtual) == 0,
-             f"model.num_layers={model.num_layers} is not divisible by parallel.pipeline * parallel.virtual_pipeline = "
-             f"{pipeline} * {virtual}")
-    _require(parallel.zero_stage < 3 or pipeline == 1,
-             "parallel.zero_stage=3 with parallel.pipeline > 1 gives wrong gradient norms; use parallel.zero_stage=2")
+        _require(
+            config.data.sequence_length % tensor == 0,
+            f"data.sequence_length={config.data.sequence_length} is not divisible by parallel.tensor={tensor}, "
+            "which parallel.sequence=true needs",
+        )
+    _require(
+        pipeline > 1 or virtual == 1,
+        f"parallel.virtual_pipeline={virtual} needs parallel.pipeline > 1; set parallel.virtual_pipeline=1",
+    )
+    _require(
+        model.num_layers % (pipeline * virtual) == 0,
+        f"model.num_layers={model.num_layers} is not divisible by parallel.pipeline * parallel.virtual_pipeline = "
+        f"{pipeline} * {virtual}",
+    )
+    _require(
+        parallel.zero_stage < 3 or pipeline == 1,
+        "parallel.zero_stage=3 with parallel.pipeline > 1 gives wrong gradient norms; use parallel.zero_stage=2",
+    )
 
 
 def _check_world(config: Config, world_size: int) -> None:
     size = data_parallel_size(config, world_size)
     train, streams = config.train, config.data.streams
-    _require(streams % size == 0, f"data.streams={streams} is not a multiple of the data-parallel size {size}; "
-             "a run keeps its data.streams for life, so choose a multiple of every size that it will use")
-    _require(train.global_batch_size % (size * train.micro_batch_size) == 0,
-             f"train.global_batch_size={train.global_batch_size} is not a multiple of train.micro_batch_size * "
-             f"data-parallel size = {train.micro_batch_size} * {size}")
+    _require(
+        streams % size == 0,
+        f"data.streams={streams} is not a multiple of the data-parallel size {size}; "
+        "a run keeps its data.streams for life, so choose a multiple of every size that it will use",
+    )
+    _require(
+        train.global_batch_size % (size * train.micro_batch_size) == 0,
+        f"train.global_batch_size={train.global_batch_size} is not a multiple of train.micro_batch_size * "
+        f"data-parallel size = {train.micro_batch_size} * {size}",
+    )
     micro_batches = train.global_batch_size // (size * train.micro_batch_size)
     if config.parallel.virtual_pipeline > 1:
-        _require(micro_batches % config.parallel.pipeline == 0,
-                 f"{micro_batches} micro-batches per step are not a multiple of parallel.pipeline="
-                 f"{config.parallel.pipeline}, which parallel.virtual_pipeline > 1 needs; change train.global_batch_size "
-                 "or train.micro_batch_size")
+        _require(
+            micro_batches % config.parallel.pipeline == 0,
+            f"{micro_batches} micro-batches per step are not a multiple of parallel.pipeline="
+            f"{config.parallel.pipeline}, which parallel.virtual_pipeline > 1 needs; "
+            "change train.global_batch_size or train.micro_batch_size",
+        )

@@ -1,0 +1,131 @@
+"""Configuration: layers, the errors a user can make, and that every knob is read by somebody."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from refusion_train import config as configuration
+from refusion_train.config import Config, all_keys, load, shipped_configs, to_yaml, validate
+from refusion_train.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_layers_override_in_order(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("train:\n  lr: 0.5\n  steps: 7\n")
+    config = load(file, ["train.lr=0.25", "objective.slot_sizes=[2,4]"])
+    assert (config.train.lr, config.train.steps) == (0.25, 7)
+    assert config.objective.slot_sizes == [2, 4]
+    assert config.train.global_batch_size == Config().train.global_batch_size
+
+
+def test_resolved_configuration_reads_back_equal(tmp_path: Path) -> None:
+    config = load("demo", ["data.train=shards", "objective.slot_weights=[1,2,3]"])
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config))
+    assert load(file) == config
+
+
+@pytest.mark.parametrize(
+    ("word", "part"),
+    [
+        ("trian.lr=1", "did you mean 'train'"),
+        ("train.lrr=1", "did you mean 'train.lr'"),
+        ("lr=1", "did you mean 'train.lr'"),
+        ("model.hiden_size=1", "did you mean 'model.hidden_size'"),
+        ("train.lr=fast", "train.lr"),
+        ("train=3", "section"),
+        ("train.lr", "key=value"),
+        ("=3", "key=value"),
+        ("train.steps=1.5", "train.steps"),
+        ("objective.slot_sizes=[a]", "objective.slot_sizes"),
+    ],
+)
+def test_bad_overrides_name_the_key(word: str, part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, [word])
+    assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("model: {hidden_sizes: 3}", "did you mean 'model.hidden_size'"),
+        ("- 1\n- 2\n", "mapping"),
+        ("a: [1,\n", "YAML"),
+        ("train: 5\n", "section"),
+        ("", "mapping"),
+    ],
+)
+def test_bad_files_name_the_file(tmp_path: Path, text: str, part: str) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    if not text:
+        assert load(file) == Config()  # an empty file changes nothing
+        return
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    assert part in str(caught.value) and "bad.yaml" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_missing_file_names_the_shipped_ones() -> None:
+    with pytest.raises(ConfigError, match=r"no-such.*demo\.yaml"):
+        load("no-such")
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "part"),
+    [
+        (["model.num_heads=6", "model.num_kv_heads=4"], 1, "model.num_kv_heads=4"),
+        (["data.sequence_length=65536"], 1, "model.max_sequence_length"),
+        (["objective.slot_weights=[1]"], 1, "objective.slot_weights"),
+        (["objective.slot_sizes=[]"], 1, "objective.slot_sizes"),
+        (["objective.name=slot"], 1, "did you mean 'slots'"),
+        (["objective.eps=0"], 1, "objective.eps"),
+        (["objective.rng=reference", "objective.name=ar"], 1, "objective.rng"),
+        (["parallel.zero_stage=0"], 1, "parallel.zero_stage"),
+        (["parallel.zero_stage=3", "parallel.pipeline=2"], 2, "parallel.zero_stage=2"),
+        (["parallel.virtual_pipeline=2"], 1, "parallel.pipeline > 1"),
+        (["parallel.pipeline=3"], 3, "model.num_layers"),
+        (["parallel.tensor=3"], 3, "model.num_heads"),
+        (["parallel.tensor=2"], 3, "multiple of 2"),
+        (["parallel.sequence=true"], 1, "parallel.tensor > 1"),
+        (["data.streams=3"], 2, "data.streams"),
+        (["train.global_batch_size=6", "train.micro_batch_size=2"], 2, "train.global_batch_size"),
+        (["train.micro_batch_size=0"], 1, "train.micro_batch_size"),
+        (["train.min_lr_ratio=2"], 1, "train.min_lr_ratio"),
+        (["model.head_dim=33"], 1, "model.head_dim"),
+    ],
+)
+def test_cross_field_checks_name_the_key(words: list[str], world: int, part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(load(None, words), world)
+    assert part in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(shipped_configs()))
+def test_shipped_configurations_are_valid(name: str) -> None:
+    validate(load(name), 2)
+
+
+def test_every_knob_is_read_outside_the_schema() -> None:
+    """A knob that nobody reads is a promise that nobody keeps."""
+    sources = [
+        file.read_text()
+        for folder in ("refusion_train", "launchers", "data_tools")
+        for file in (ROOT / folder).rglob("*.py")
+        if file.name != "config.py"
+    ]
+    text = "\n".join(sources)
+    unread = [key for key in all_keys() if not re.search(rf"\.{key.rsplit('.', 1)[-1]}\b", text)]
+    assert not unread, f"declared in config.py and read nowhere: {unread}"
+
+
+def test_every_check_key_exists() -> None:
+    for table in (configuration._POSITIVE, configuration._NOT_NEGATIVE, configuration._FRACTION):
+        assert set(table) <= set(all_keys())
