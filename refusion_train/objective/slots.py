@@ -1,0 +1,182 @@
+"""The ReFusion objective (arXiv 2512.13586, section 3): whole slots masked, clean slots shuffled in front of them.
+
+Two steps: draws (which slots are masked, in which order the clean ones stand) and the layout that follows from them.
+The draws come from counter-based noise, or, for parity with the paper's code, from a `random.Random`. Arrays over all
+slots of the batch, in order of documents and of slots in each, have length S; arrays over documents have length n.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from refusion_train.objective import noise
+from refusion_train.objective.batch import CLEAN, MASKED, NONE, Batch, PackedDocuments
+from refusion_train.objective.layout import Segments, fill_tokens, gaps
+
+_MAX_DOCUMENTS = 1 << (64 - noise.ORDER_BITS)
+
+
+class RandomLike(Protocol):
+    """What `reference_draws` needs of a `random.Random`."""
+
+    def choice(self, seq: list[int], /) -> int: ...
+    def choices(self, population: list[int], weights: list[float]) -> list[int]: ...
+    def random(self) -> float: ...
+    def shuffle(self, x: list[int], /) -> None: ...
+
+
+@dataclass
+class SlotTable:
+    """Where each slot lies."""
+
+    counts: np.ndarray  # int64 [n] slots of each document
+    document: np.ndarray  # int64 [S]
+    index: np.ndarray  # int64 [S] number of the slot in its document
+    lengths: np.ndarray  # int64 [S]
+    sources: np.ndarray  # int64 [S] offset of its first token in the packed tokens
+
+    @classmethod
+    def cut(cls, packed: PackedDocuments, sizes: np.ndarray) -> SlotTable:
+        """Cut each response in slots of sizes (int64 [n]); the last slot may be shorter."""
+        responses = packed.lengths - packed.prompts
+        counts = -(-responses // sizes)
+        document = np.repeat(np.arange(len(counts)), counts)
+        index = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+        size = sizes[document]
+        offset = index * size
+        lengths = np.minimum(size, responses[document] - offset)
+        offset += (packed.starts + packed.prompts)[document]
+        return cls(counts, document, index, lengths, offset)
+
+
+@dataclass
+class SlotDraws:
+    """The random decisions about each slot."""
+
+    masked: np.ndarray  # bool [S]
+    order: np.ndarray  # uint64 [S] < 2**40: clean slots stand in ascending order of it, equal ones by index
+    prefix: np.ndarray | None  # int64 [S] clean tokens at the head of a masked slot; None: no partial slots
+
+
+def draw_sizes(keys: np.ndarray, sizes: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
+    """Slot size of each document: int64 [n]. thresholds: float64 [len(sizes) - 1] cumulative shares."""
+    return sizes[np.searchsorted(thresholds, noise.uniform(noise.mix(keys, noise.SIZE)), side="right")]
+
+
+def draw_times(keys: np.ndarray) -> np.ndarray:
+    """t ~ U[0, 1) of each document: float64 [n]."""
+    return noise.uniform(noise.mix(keys, noise.TIME))
+
+
+def draw_slots(keys: np.ndarray, table: SlotTable, p: np.ndarray, partial: float) -> SlotDraws:
+    """Counter-based draws of every slot. p: float64 [n] mask probability; partial: share of partly masked slots."""
+    key = keys[table.document]
+    counter = table.index.astype(np.uint64) << noise.INDEX_SHIFT
+    masked = noise.uniform(noise.mix(key, counter | noise.MASK)) < p[table.document]
+    order = noise.mix(key, counter | noise.ORDER) >> noise.ORDER_SHIFT
+    if not partial:
+        return SlotDraws(masked, order, None)
+    chosen = masked & (table.lengths > 1) & (noise.uniform(noise.mix(key, counter | noise.PARTIAL)) < partial)
+    bound = np.maximum(table.lengths - 1, 1).astype(np.uint64)
+    prefix = 1 + noise.below(noise.mix(key, counter | noise.PREFIX), bound).astype(np.int64)
+    return SlotDraws(masked, order, np.where(chosen, prefix, 0))
+
+
+def reference_draws(
+    rng: RandomLike, response: int, sizes: list[int], weights: list[float] | None, eps: float, t: float | None = None
+) -> tuple[int, float, list[bool], list[int]]:
+    """Draws of one document in the order of the paper's code: slot size, t, one uniform per slot, shuffle.
+
+    response: tokens of the response; t: used in place of the drawn one (which is drawn all the same).
+    Returns (slot size, mask probability p, masked per slot, clean slots in shuffled order).
+    """
+    size = rng.choice(sizes) if weights is None else rng.choices(sizes, weights=weights)[0]
+    drawn = rng.random()
+    p = (1 - eps) * (drawn if t is None else t) + eps
+    masked = [rng.random() < p for _ in range(-(-response // size))]
+    clean = [slot for slot, is_masked in enumerate(masked) if not is_masked]
+    rng.shuffle(clean)
+    return size, p, masked, clean
+
+
+def masked_weights(p: np.ndarray, responses: np.ndarray, normalization: str) -> np.ndarray:
+    """Weight of a masked target before normalisation: float32 [n]; 1/p for `token`, else 1/(p * response length)."""
+    scale = p if normalization == "token" else p * np.maximum(responses, 1)
+    return (1.0 / scale).astype(np.float32)
+
+
+def noise_buckets(p: np.ndarray) -> np.ndarray:
+    """Tenth of [0, 1] that p lies in: uint8 [n], 0..9."""
+    return np.minimum(9, (10 * p).astype(np.int64)).astype(np.uint8)
+
+
+def physical_order(table: SlotTable, draws: SlotDraws) -> np.ndarray:
+    """Slots as they stand in the rows: int64 [S]; per document the clean ones by `order`, then the masked ones."""
+    assert len(table.counts) <= _MAX_DOCUMENTS, f"more than {_MAX_DOCUMENTS} documents in one batch"
+    clean, masked = np.flatnonzero(~draws.masked), np.flatnonzero(draws.masked)
+    key = (table.document[clean].astype(np.uint64) << np.uint64(noise.ORDER_BITS)) | draws.order[clean]
+    clean = clean[np.argsort(key, kind="stable")]
+    # A clean slot stands behind the masked ones of earlier documents, a masked one behind the clean ones up to its own.
+    masked_before = np.searchsorted(table.document[masked], table.document[clean])
+    clean_before = np.searchsorted(table.document[clean], table.document[masked], side="right")
+    order = np.empty(len(table.document), np.int64)
+    order[np.arange(len(clean)) + masked_before] = clean
+    order[np.arange(len(masked)) + clean_before] = masked
+    return order
+
+
+def lay_out(
+    batch: Batch,
+    packed: PackedDocuments,
+    table: SlotTable,
+    draws: SlotDraws,
+    p: np.ndarray,
+    *,
+    normalization: str,
+    cross_slot_targets: bool,
+    mask_id: int,
+) -> None:
+    """Write the corrupted rows that follow from the draws into `batch`."""
+    responses = packed.lengths - packed.prompts
+    per_slot = 1 if draws.prefix is None else 2  # a partial slot is two segments: its clean head, its masked rest
+    width = 3 + per_slot * table.counts  # of a document: padding before it, prompt, last token of the prompt, slots
+    base = np.cumsum(width) - width
+    segments = Segments.zeros(int(width.sum()) + 1)
+    segments.lengths[base] = gaps(packed)[:-1]
+    segments.lengths[-1] = gaps(packed)[-1]
+    segments.sources[base] = packed.starts - segments.lengths[base]
+    segments.sources[-1] = packed.tokens.size - segments.lengths[-1]
+    segments.lengths[base + 1] = np.maximum(packed.prompts - 1, 0)
+    segments.sources[base + 1] = packed.starts
+    segments.lengths[base + 2] = packed.prompts > 0
+    segments.sources[base + 2] = packed.starts + packed.prompts - 1
+    segments.kinds[base + 2] = np.where(responses > 0, CLEAN if cross_slot_targets else NONE, NONE)
+
+    order = physical_order(table, draws)
+    place = base[table.document] + 3 + per_slot * table.index
+    masked, lengths, sources = draws.masked[order], table.lengths[order], table.sources[order]
+    if draws.prefix is None:
+        segments.lengths[place] = lengths
+        segments.sources[place] = sources
+        segments.kinds[place] = np.where(masked, MASKED, CLEAN)
+    else:
+        head = np.where(masked, draws.prefix[order], lengths)
+        segments.lengths[place], segments.lengths[place + 1] = head, lengths - head
+        segments.sources[place], segments.sources[place + 1] = sources, sources + head
+        segments.kinds[place], segments.kinds[place + 1] = CLEAN, MASKED
+    last = place + per_slot - 1
+    document = table.document
+    segments.weights[segments.kinds == CLEAN] = 1
+    segments.weights[last] = np.where(
+        segments.kinds[last] == MASKED, masked_weights(p, responses, normalization)[document], np.float32(1)
+    )
+    segments.buckets[last] = np.where(segments.kinds[last] == MASKED, noise_buckets(p)[document], 0)
+
+    ends = np.cumsum(segments.lengths)
+    untargeted = ~masked
+    if cross_slot_targets:  # only the document's last token has no next one
+        untargeted &= order == np.repeat(np.cumsum(table.counts) - 1, table.counts)
+    fill_tokens(batch, packed, segments, ends[place[untargeted]] - 1, mask_id)
