@@ -1,0 +1,1 @@
+"""What must survive a restart: saved atomically (`store`), independent of the layout of ranks (`layout`)."""
