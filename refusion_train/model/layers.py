@@ -1,0 +1,105 @@
+"""The parts of a layer that megatron-core has only in forms that do not fit, and the description of a whole layer.
+
+Its own RMSNorm without TransformerEngine or Apex refuses sequence parallelism; its dropout-and-add and its gated
+activation copy more than is needed when there is neither dropout nor bias.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import rms_norm
+
+from refusion_train.model.attention import DocumentAttention, PackedSelfAttention
+from refusion_train.model.mcore import (
+    AttnMaskType,
+    ColumnParallelLinear,
+    ModuleSpec,
+    RowParallelLinear,
+    SelfAttentionSubmodules,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    parallel_state,
+)
+
+
+class RMSNorm(torch.nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467)."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        # With sequence parallelism a rank sees only its rows, so its gradient is a part of the whole.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class SwiGLU(torch.nn.Module):
+    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202); gate and up are the halves of one column-parallel matrix."""
+
+    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+        super().__init__()
+        assert config.ffn_hidden_size is not None, "the width of the feed-forward layer is missing"
+        assert config.init_method is not None and config.output_layer_init_method is not None, "no init methods"
+        group = parallel_state.get_tensor_model_parallel_group()
+        self.linear_fc1 = ColumnParallelLinear(
+            config.hidden_size, 2 * config.ffn_hidden_size, config=config, init_method=config.init_method,
+            bias=False, gather_output=False, tp_group=group,
+        )  # fmt: skip
+        self.linear_fc2 = RowParallelLinear(
+            config.ffn_hidden_size, config.hidden_size, config=config, init_method=config.output_layer_init_method,
+            bias=False, input_is_parallel=True, skip_bias_add=True, tp_group=group,
+        )  # fmt: skip
+
+    def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        joint, _ = self.linear_fc1(hidden)
+        gate, up = joint.chunk(2, dim=-1)
+        output, _ = self.linear_fc2(torch.nn.functional.silu(gate) * up)
+        return output, None
+
+
+def residual_add(_training: bool, _fused: bool) -> Any:
+    """What takes the place of megatron-core's bias-dropout-add: there is no bias and no dropout."""
+    return _add
+
+
+def _add(output_and_bias: tuple[torch.Tensor, None], residual: torch.Tensor, _probability: float) -> torch.Tensor:
+    return residual + output_and_bias[0]
+
+
+def block_submodules(
+    config: TransformerConfig, layers: int, max_length: int, bidirectional: bool
+) -> TransformerBlockSubmodules:
+    """Description of `layers` equal layers and the final norm. `max_length`: no document is longer, in tokens."""
+    mask = AttnMaskType.no_mask if bidirectional else AttnMaskType.causal
+    norm = RMSNorm if config.qk_layernorm else None
+    attention = ModuleSpec(
+        module=PackedSelfAttention,
+        params={"attn_mask_type": mask},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=ModuleSpec(module=DocumentAttention, params={"max_length": max_length}),
+            linear_proj=RowParallelLinear,
+            q_layernorm=norm,  # type: ignore[arg-type]
+            k_layernorm=norm,  # type: ignore[arg-type]
+        ),
+    )
+    layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=attention,
+            self_attn_bda=residual_add,  # type: ignore[arg-type]
+            pre_mlp_layernorm=RMSNorm,
+            mlp=SwiGLU,
+            mlp_bda=residual_add,  # type: ignore[arg-type]
+        ),
+    )
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)  # type: ignore[arg-type]

@@ -1,0 +1,118 @@
+"""What this package takes from megatron-core, and what differs between its versions 0.16 to 0.19, in one file.
+
+The other files of the model import megatron-core's names from here, and describe their configuration with
+`transformer_config`, so that a new version is met in one place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from refusion_train.config import Config
+
+__all__ = [
+    "AttnMaskType",
+    "ColumnParallelLinear",
+    "ModuleSpec",
+    "RowParallelLinear",
+    "SelfAttention",
+    "SelfAttentionSubmodules",
+    "TransformerBlock",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "TransformerLayer",
+    "TransformerLayerSubmodules",
+    "VocabParallelEmbedding",
+    "copy_to_tensor_model_parallel_region",
+    "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region",
+    "get_num_layers_to_build",
+    "get_transformer_layer_offset",
+    "parallel_state",
+    "parameter_dtype",
+    "tensor_parallel",
+    "transformer_config",
+]
+
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def parameter_dtype(config: Config) -> torch.dtype:
+    """Type of the weights and activations; fp32 masters of bf16 weights live in the optimizer."""
+    return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+
+
+def transformer_config(config: Config) -> TransformerConfig:
+    """megatron-core's description of the model and its layout.
+
+    The same object also steers the pipeline schedules, whose communication defaults are silently wrong on gloo for
+    interleaved stages: there `batch_p2p_comm` and `deallocate_pipeline_outputs` are off.
+    """
+    model, parallel = config.model, config.parallel
+    dtype = parameter_dtype(config)
+    on_cuda = torch.cuda.is_available()
+    interleaved = parallel.virtual_pipeline > 1
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_heads,
+        num_query_groups=model.num_kv_heads,
+        kv_channels=model.head_dim,
+        ffn_hidden_size=model.ffn_size,
+        layernorm_epsilon=model.norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        normalization="RMSNorm",
+        qk_layernorm=model.qk_norm,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel.tensor,
+        sequence_parallel=parallel.sequence,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
+        overlap_p2p_comm=interleaved and on_cuda,
+        batch_p2p_comm=not interleaved,
+        deallocate_pipeline_outputs=on_cuda or not interleaved,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Weights are drawn by name, for the whole tensor, after construction: see slot_model.initialise.
+        perform_initialization=False,
+        use_cpu_initialization=not on_cuda,
+        # Every fusion needs Apex, TransformerEngine or a compiler on the training machine.
+        apply_rope_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        **_RECOMPUTE[config.train.recompute],
+    )
