@@ -1,0 +1,1 @@
+"""From shards on disk to corrupted micro-batches: tokenizer, shards, packing, order, loader."""

@@ -1,0 +1,143 @@
+"""`index.json`, the table of contents of a dataset: what it holds, who tokenized it, where each block lies.
+
+It is written last, so a folder without it is no dataset. Everything is plain JSON; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from refusion_train.errors import DataError
+
+INDEX_FILE = "index.json"
+TOKENIZER_FOLDER = "tokenizer"
+FORMAT, VERSION = "refusion-shards", 1
+
+
+@dataclass(frozen=True)
+class BlockInfo:
+    """One sample of a shard: many documents. Offsets are bytes from the start of the tar to the raw array data."""
+
+    key: str
+    documents: int
+    tokens: int
+    text_bytes: int
+    # Of the raw token bytes; of the raw lengths bytes followed by the raw prompts bytes.
+    crc32: int
+    documents_crc32: int
+    tokens_offset: int
+    lengths_offset: int
+    prompts_offset: int
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """One tar file."""
+
+    name: str
+    bytes: int
+    sha256: str
+    documents: int
+    tokens: int
+    text_bytes: int
+    blocks: tuple[BlockInfo, ...]
+
+
+@dataclass(frozen=True)
+class Index:
+    """The whole index. `text_bytes`: UTF-8 bytes of the source text. `tokenizer`: its fingerprint and kind."""
+
+    tokenizer: dict[str, str]
+    vocab_size: int
+    dtype: str
+    special_ids: dict[str, int]
+    documents: int
+    tokens: int
+    text_bytes: int
+    fingerprint: str
+    shards: tuple[ShardInfo, ...]
+
+    def write(self, folder: Path) -> None:
+        """Write index.json so that it is either whole or absent."""
+        path = folder / INDEX_FILE
+        temporary = folder / f"{INDEX_FILE}.tmp"
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump({"format": FORMAT, "version": VERSION, **asdict(self)}, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+    @classmethod
+    def read(cls, folder: Path) -> Index:
+        """Read and check index.json. Raises DataError naming the file and what is wrong with it."""
+        path = folder / INDEX_FILE
+        try:
+            content = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            raise DataError(_no_index(folder)) from None
+        except (ValueError, OSError) as error:
+            raise DataError(f"{path} cannot be read ({error}); build the dataset again") from None
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise DataError(f"{path} is not an index of {FORMAT}; build the dataset with `refusion data shards`")
+        if content.get("version") != VERSION:
+            raise DataError(
+                f"{path} has format version {content.get('version')!r}, this program reads version {VERSION}; "
+                "build the dataset again or use the program that made it"
+            )
+        try:
+            shards = tuple(
+                _make(ShardInfo, {**shard, "blocks": tuple(_make(BlockInfo, block) for block in shard["blocks"])})
+                for shard in content["shards"]
+            )
+            index = _make(cls, {**content, "shards": shards})
+            index._check()
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{path} is damaged ({error}); build the dataset again") from None
+        return index
+
+    def _check(self) -> None:
+        if self.dtype not in ("uint16", "uint32"):
+            raise ValueError(f"dtype {self.dtype!r}")
+        for name in ("documents", "tokens", "text_bytes"):
+            per_shard = [getattr(shard, name) for shard in self.shards]
+            per_block = [sum(getattr(block, name) for block in shard.blocks) for shard in self.shards]
+            if sum(per_shard) != getattr(self, name) or per_shard != per_block:
+                raise ValueError(f"{name} of shards and blocks do not add up")
+        if dataset_fingerprint(self.tokenizer["fingerprint"], self.shards) != self.fingerprint:
+            raise ValueError("its fingerprint is not that of its shards")
+
+
+def dataset_fingerprint(tokenizer: str, shards: Iterable[ShardInfo]) -> str:
+    """Identity of the data: sha256 over the tokenizer's fingerprint and the shards' checksums, in order."""
+    lines = [tokenizer, *(shard.sha256 for shard in shards)]
+    return f"sha256:{hashlib.sha256(chr(10).join(lines).encode()).hexdigest()}"
+
+
+def datasets_in(folder: Path) -> list[Path]:
+    """The datasets that a folder is or directly holds (what `refusion data shards --out` makes), by name."""
+    if (folder / INDEX_FILE).is_file():
+        return [folder]
+    if not folder.is_dir():
+        return []
+    return sorted(child for child in folder.iterdir() if (child / INDEX_FILE).is_file())
+
+
+def _no_index(folder: Path) -> str:
+    if not folder.is_dir():
+        return f"no dataset '{folder}': there is no such folder; make one with `refusion data shards ... --out DIR`"
+    inner = [str(path) for path in datasets_in(folder)]
+    if inner:
+        return f"'{folder}' is not a dataset but holds some; give {' or '.join(inner)}"
+    return f"no dataset in '{folder}': {INDEX_FILE} is missing (it is written last; build the dataset again)"
+
+
+def _make(kind: type, values: dict[str, Any]) -> Any:
+    """An instance of a dataclass from the keys it knows; a missing one is a KeyError, others are left alone."""
+    return kind(**{field.name: values[field.name] for field in fields(kind)})
