@@ -1,0 +1,250 @@
+"""What a run tells the world: the console, RUN/metrics.jsonl, TensorBoard, and its last words to the launcher.
+
+Only one rank reports (`active`); on the others every call does nothing. metrics.jsonl has one object per optimizer
+step and one per validation; `step` in it counts steps done, so step n is the last one within checkpoint n. When a
+run goes on from checkpoint n, what was reported of later steps is cut, so that no step is there twice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from refusion_train.config import Config
+from refusion_train.errors import RefusionError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+METRICS = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
+ERROR_FILE = "REFUSION_ERROR_FILE"  # environment: where a rank leaves its error for the launcher that started it
+
+# Dense bf16 peak in FLOP/s by a part of the device's name: NVIDIA data sheets.
+_PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12}
+
+
+class Telemetry:
+    """Reports one run. Use it as a context manager.
+
+    first_step: steps done before this process started; later rows of an earlier process are cut.
+    """
+
+    def __init__(self, config: Config, *, first_step: int, active: bool) -> None:
+        self._total = config.train.steps
+        self._interval = config.train.log_interval
+        self._active = active
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._writer: Any = None
+        self._rows: Any = None
+        if not active:
+            return
+        run_dir = Path(config.run_dir)
+        self._started, self._first_step = time.monotonic(), first_step
+        cut_metrics(run_dir / METRICS, first_step)
+        self._rows = open(run_dir / METRICS, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+        if config.train.tensorboard:
+            from torch.utils.tensorboard.writer import SummaryWriter
+
+            self._writer = SummaryWriter(str(run_dir / TENSORBOARD), purge_step=first_step + 1)
+        if sys.stdout.isatty():
+            self._start_progress(first_step)
+
+    def step(self, row: dict[str, Any]) -> None:
+        """Report one optimizer step: a row as `train.step` makes it."""
+        if not self._active:
+            return
+        self._write(row)
+        step = row["step"]
+        if self._writer is not None and step % self._interval == 0:
+            self._to_tensorboard(row, "train")
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=step, loss=_number(row["loss"]), speed=_speed(row))
+        elif step % self._interval == 0 or step == self._total:
+            self.say(self._line(row))
+
+    def validation(self, row: dict[str, Any]) -> None:
+        """Report one validation: `step` and the `val_*` numbers."""
+        if not self._active:
+            return
+        self._write(row)
+        if self._writer is not None:
+            self._to_tensorboard(row, "validation")
+        numbers = "  ".join(f"{key.removeprefix('val_')} {_number(v)}" for key, v in row.items() if key != "step")
+        self.say(f"validation after step {row['step']}: {numbers}")
+
+    def say(self, text: str) -> None:
+        """Print one line, above the progress bar if there is one."""
+        if not self._active:
+            return
+        if self._progress is not None:
+            self._progress.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        """End the bar and write out everything."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._rows is not None:
+            self._rows.close()
+            self._rows = None
+
+    def __enter__(self) -> Telemetry:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._rows.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+        self._rows.flush()
+
+    def _to_tensorboard(self, row: dict[str, Any], section: str) -> None:
+        for key, value in row.items():
+            if isinstance(value, list):  # a curve per noise bucket
+                for i, entry in enumerate(value):
+                    if entry is not None:
+                        self._writer.add_scalar(f"{key}/{i}", entry, row["step"])
+            elif key != "step" and value is not None:
+                self._writer.add_scalar(f"{section}/{key.removeprefix('val_')}", value, row["step"])
+
+    def _start_progress(self, first_step: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(),
+            TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s  left"), TimeRemainingColumn(),
+        )  # fmt: skip
+        self._task = self._progress.add_task("", total=self._total, completed=first_step, loss="-", speed="-")
+        self._progress.start()
+
+    def _line(self, row: dict[str, Any]) -> str:
+        per_step = (time.monotonic() - self._started) / max(1, row["step"] - self._first_step)
+        left = int(per_step * (self._total - row["step"]))
+        return (
+            f"step {row['step']}/{self._total}  loss {_number(row['loss'])}  ar {_number(row['loss_ar'])}  "
+            f"mdm {_number(row['loss_mdm'])}  grad norm {_number(row['grad_norm'])}  lr {row['lr']:.2e}  "
+            f"{_speed(row)} tokens/s  left {left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
+        )
+
+
+def cut_metrics(file: Path, last_step: int) -> None:
+    """Keep the rows of `file` up to `last_step`; a half-written row at the end goes too."""
+    if not file.exists():
+        return
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= last_step]
+    if len(kept) < len(lines):
+        aside = file.with_name(f"{file.name}.tmp")
+        aside.write_text("".join(kept), encoding="utf-8")
+        os.replace(aside, file)
+
+
+def has_validation(run_dir: str | os.PathLike[str], step: int) -> bool:
+    """Whether the run's metrics hold a validation after `step`."""
+    file = Path(run_dir) / METRICS
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return any('"val_' in line and _step_of(line) == step for line in lines)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for what JSON has no number for."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    return [_finite(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _speed(row: dict[str, Any]) -> str:
+    return f"{row['tokens_per_s']:,.0f}"
+
+
+# ------------------------------------------------------------------------------------------------------ measuring
+
+
+def peak_memory_mb() -> float:
+    """Peak memory of this process in MB (10^6 bytes): allocated on the GPU if there is one, else resident."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e6
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes there, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+
+
+def peak_flops() -> float | None:
+    """Dense bf16 FLOP/s of this process's GPU, if it is a known one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name()
+    return next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
+
+
+def flops_per_token(config: Config, vocab_size: int, supervised_fraction: float) -> float:
+    """Training FLOPs per token: 6 per weight that it meets (arXiv 2001.08361), the head's at supervised tokens only.
+
+    Attention scores are left out, as they depend on the documents' lengths: the result is a lower bound.
+    """
+    model = config.model
+    attention = model.hidden_size * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
+    layer = attention + 3 * model.hidden_size * model.ffn_size
+    return 6.0 * (model.num_layers * layer + model.hidden_size * vocab_size * supervised_fraction)
+
+
+# ------------------------------------------------------------------------------------------- warnings and last words
+
+
+class _ToStderr(logging.Handler):
+    """Prints to whatever sys.stderr is at the time, so that lines stand above a progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr, flush=True)
+
+
+def show_warnings() -> None:
+    """Print the package's warnings on stderr, one line each."""
+    logger = logging.getLogger("refusion_train")
+    if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
+        logger.addHandler(_ToStderr(logging.WARNING))
+
+
+def leave_error(error: BaseException, *, consequence: bool = False) -> None:
+    """Leave this rank's error, with the time, for the launcher, so that it can tell the cause from the consequences.
+
+    consequence: the error is that another rank has gone.
+    """
+    file = os.environ.get(ERROR_FILE)
+    if not file:
+        return
+    ours = isinstance(error, RefusionError)
+    first_line = next(iter(str(error).strip().splitlines()), "")
+    text = str(error) if ours else f"{type(error).__name__}: {first_line}"
+    content = {"time": time.time(), "expected": ours, "consequence": consequence, "error": text}
+    Path(file).write_text(json.dumps(content), encoding="utf-8")
