@@ -6,7 +6,7 @@ The trainer and the loader know an objective only by `corrupt` and `bidirectiona
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,11 @@ from refusion_train.config import OBJECTIVES, ObjectiveConfig
 from refusion_train.errors import ConfigError
 from refusion_train.objective import baselines, slots
 from refusion_train.objective.batch import Batch, PackedDocuments
+from refusion_train.objective.layout import fill_padding
+from refusion_train.objective.noise import document_key
+
+_TOKENS_AT_ONCE = 1 << 16
+BACKENDS = ("auto", "numba", "numpy")
 
 
 @dataclass
@@ -24,7 +29,7 @@ class Objective:
     config: ObjectiveConfig
     mask_id: int
     pad_id: int
-    kernels: Any = None  # compiled functions (kernels.Kernels); None: numpy
+    backend: str = "numpy"  # numpy or numba; both give the same bits
 
     def __post_init__(self) -> None:
         weights = self.config.slot_weights or [1.0] * len(self.config.slot_sizes)
@@ -36,11 +41,6 @@ class Objective:
     def bidirectional(self) -> bool:
         """Whether attention sees the whole document (mdm) rather than what stands physically before (slots, ar)."""
         return self.config.name == "mdm"
-
-    @property
-    def backend(self) -> str:
-        """Which implementation runs: numba or numpy. Both give the same bits."""
-        return "numpy" if self.kernels is None else "numba"
 
     def corrupt(self, packed: PackedDocuments, t: np.ndarray | None = None) -> Batch:
         """Corrupt, reorder, label and weigh all rows of `packed`.
@@ -59,22 +59,60 @@ class Objective:
         batch = Batch.empty(*packed.tokens.shape)
         if self.config.name == "slots" and self.config.rng == "reference":
             self._reference(batch, packed, t)
-        else:
-            self._numpy(batch, packed, t)
+        elif self.backend == "numba":
+            self._compiled(batch, packed, t)
+        else:  # a few rows at a time: what is in between stays in the processor's cache
+            step = max(1, _TOKENS_AT_ONCE // max(1, packed.tokens.shape[1]))
+            for start in range(0, len(packed.tokens), step):
+                some, first, last = packed.some_rows(start, start + step)
+                self._numpy(batch.rows(start, start + step), some, None if t is None else t[first:last])
         return batch
 
     def _numpy(self, batch: Batch, packed: PackedDocuments, t: np.ndarray | None) -> None:
-        config = self.config
-        if config.name == "ar":
+        if self.config.name == "ar":
             baselines.corrupt_ar(batch, packed)
             return
-        p = (1 - config.eps) * (slots.draw_times(packed.keys) if t is None else t) + config.eps
-        if config.name == "mdm":
-            baselines.corrupt_mdm(batch, packed, p, normalization=config.normalization, mask_id=self.mask_id)
+        p = self._mask_probability(packed, t)
+        if self.config.name == "mdm":
+            baselines.corrupt_mdm(batch, packed, p, *self._masked_targets(packed, p), mask_id=self.mask_id)
             return
         table = slots.SlotTable.cut(packed, slots.draw_sizes(packed.keys, self._sizes, self._thresholds))
-        draws = slots.draw_slots(packed.keys, table, p, config.partial_slot_probability)
+        draws = slots.draw_slots(packed.keys, table, p, self.config.partial_slot_probability)
         self._lay_out(batch, packed, table, draws, p)
+
+    def _compiled(self, batch: Batch, packed: PackedDocuments, t: np.ndarray | None) -> None:
+        from refusion_train.objective import compiled
+
+        fill_padding(batch, packed)
+        if self.config.name == "ar":
+            compiled.corrupt_ar(batch, packed)
+            return
+        p = self._mask_probability(packed, t)
+        weights, buckets = self._masked_targets(packed, p)
+        if self.config.name == "mdm":
+            compiled.corrupt_mdm(batch, packed, p, weights, buckets, mask_id=self.mask_id)
+            return
+        sizes = slots.draw_sizes(packed.keys, self._sizes, self._thresholds)
+        compiled.corrupt_slots(
+            batch,
+            packed,
+            sizes,
+            p,
+            weights,
+            buckets,
+            partial=self.config.partial_slot_probability,
+            cross_slot_targets=self.config.cross_slot_targets,
+            mask_id=self.mask_id,
+        )
+
+    def _mask_probability(self, packed: PackedDocuments, t: np.ndarray | None) -> np.ndarray:
+        """p = (1 - eps) * t + eps of each document: float64 [n]."""
+        return (1 - self.config.eps) * (slots.draw_times(packed.keys) if t is None else t) + self.config.eps
+
+    def _masked_targets(self, packed: PackedDocuments, p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Weight (float32 [n]) and noise bucket (uint8 [n]) of each document's masked targets."""
+        responses = packed.lengths - packed.prompts
+        return slots.masked_weights(p, responses, self.config.normalization), slots.noise_buckets(p)
 
     def _lay_out(
         self, batch: Batch, packed: PackedDocuments, table: slots.SlotTable, draws: slots.SlotDraws, p: np.ndarray
@@ -84,8 +122,7 @@ class Objective:
             packed,
             table,
             draws,
-            p,
-            normalization=self.config.normalization,
+            *self._masked_targets(packed, p),
             cross_slot_targets=self.config.cross_slot_targets,
             mask_id=self.mask_id,
         )
@@ -136,6 +173,47 @@ def make_objective(config: ObjectiveConfig, mask_id: int, pad_id: int, backend: 
     """
     if config.name not in OBJECTIVES:
         raise ConfigError(f"objective.name={config.name} is not one of {', '.join(OBJECTIVES)}")
-    if backend not in ("auto", "numba", "numpy"):
-        raise ConfigError(f"backend={backend} of the objective is not one of auto, numba, numpy")
-    return Objective(config, mask_id, pad_id, None)
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend={backend} of the objective is not one of {', '.join(BACKENDS)}")
+    objective = Objective(config, mask_id, pad_id)
+    if backend == "numpy":
+        return objective
+    compiled = replace(objective, backend="numba")
+    problem = _cannot_compile() or ("" if _same_bits(objective, compiled) else "gives other bits than numpy here")
+    if not problem:
+        return compiled
+    if backend == "numba":
+        raise ConfigError(f"backend=numba of the objective {problem}; use backend=numpy")
+    return objective
+
+
+def _cannot_compile() -> str:
+    """Why numba cannot be used, or nothing."""
+    try:
+        from numba.core import config
+    except ImportError as error:
+        return f"does not import ({error})"
+    return "is switched off by NUMBA_DISABLE_JIT" if getattr(config, "DISABLE_JIT", 0) else ""
+
+
+def _same_bits(objective: Objective, compiled: Objective) -> bool:
+    """Whether the machine code computes what numpy does, on a few documents; compiles it if need be.
+
+    It would not if its cache were older than the noise functions (numba looks only at the file of the kernel itself),
+    so a difference is met by compiling anew first.
+    """
+    from refusion_train.objective.compiled import renew
+
+    lengths = np.asarray([1, 2, 40, 200, 13], np.int64)
+    packed = PackedDocuments(
+        tokens=np.arange(512, dtype=np.int32).reshape(2, 256),
+        starts=np.cumsum(lengths) - lengths,
+        lengths=lengths,
+        prompts=np.asarray([0, 1, 3, 0, 13], np.int64),
+        keys=document_key(1, 2, np.arange(5), 3),
+    )
+    wanted = objective.corrupt(packed)
+    if compiled.corrupt(packed).equals(wanted):
+        return True
+    renew()
+    return compiled.corrupt(packed).equals(wanted)

@@ -9,8 +9,7 @@ import numpy as np
 
 from refusion_train.objective import noise
 from refusion_train.objective.batch import CLEAN, IGNORE, MASKED, NONE, Batch, PackedDocuments
-from refusion_train.objective.layout import fill_documents
-from refusion_train.objective.slots import masked_weights, noise_buckets
+from refusion_train.objective.layout import fill_documents, ranges
 
 
 def corrupt_ar(batch: Batch, packed: PackedDocuments) -> None:
@@ -21,19 +20,24 @@ def corrupt_ar(batch: Batch, packed: PackedDocuments) -> None:
     first = packed.starts + np.maximum(packed.prompts - 1, 0)
     count = np.maximum(packed.starts + packed.lengths - 1 - first, 0)
     count[packed.lengths == packed.prompts] = 0
-    target = _ranges(first, count)
+    target = ranges(first, count)
     kind[target] = CLEAN
     labels[target] = flat[target + 1]
     batch.loss_weight.reshape(-1)[target] = 1
     batch.counts[:, 0] = np.count_nonzero(batch.target_kind, axis=1)
 
 
-def corrupt_mdm(batch: Batch, packed: PackedDocuments, p: np.ndarray, *, normalization: str, mask_id: int) -> None:
-    """Each response token masked with probability p (float64 [n]) and predicted in place (arXiv 2502.09992)."""
+def corrupt_mdm(
+    batch: Batch, packed: PackedDocuments, p: np.ndarray, weights: np.ndarray, buckets: np.ndarray, *, mask_id: int
+) -> None:
+    """Each response token masked with probability p and predicted in place (arXiv 2502.09992).
+
+    p float64 [n]; weights float32 [n], buckets uint8 [n]: of the documents' masked targets.
+    """
     _copy_tokens(batch, packed)
     flat, labels, kind = packed.tokens.reshape(-1), batch.labels.reshape(-1), batch.target_kind.reshape(-1)
     responses = packed.lengths - packed.prompts
-    offset = _ranges(packed.starts + packed.prompts, responses)
+    offset = ranges(packed.starts + packed.prompts, responses)
     document = np.repeat(np.arange(len(responses)), responses)
     index = (offset - np.repeat(packed.starts + packed.prompts, responses)).astype(np.uint64)
     value = noise.uniform(noise.mix(packed.keys[document], (index << noise.INDEX_SHIFT) | noise.TOKEN))
@@ -42,21 +46,15 @@ def corrupt_mdm(batch: Batch, packed: PackedDocuments, p: np.ndarray, *, normali
     kind[target] = MASKED
     labels[target] = flat[target]
     batch.input_ids.reshape(-1)[target] = mask_id
-    batch.loss_weight.reshape(-1)[target] = masked_weights(p, responses, normalization)[document]
-    batch.noise_bucket.reshape(-1)[target] = noise_buckets(p)[document]
+    batch.loss_weight.reshape(-1)[target] = weights[document]
+    batch.noise_bucket.reshape(-1)[target] = buckets[document]
 
 
 def _copy_tokens(batch: Batch, packed: PackedDocuments) -> None:
     """Rows as they are, without any target."""
-    start = fill_documents(batch, packed)
-    np.subtract(np.arange(packed.tokens.size), start, out=batch.position_ids.reshape(-1))
+    fill_documents(batch, packed)
     batch.input_ids[:] = packed.tokens
     batch.labels.fill(IGNORE)
     batch.loss_weight.fill(0)
     batch.target_kind.fill(NONE)
     batch.noise_bucket.fill(0)
-
-
-def _ranges(first: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """first[i], first[i] + 1, ... (count[i] of them) for all i, concatenated: int64."""
-    return np.arange(count.sum()) + np.repeat(first - (np.cumsum(count) - count), count)

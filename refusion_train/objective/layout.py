@@ -1,39 +1,22 @@
-"""Fast assembly of corrupted rows in numpy: rows are described as segments, then expanded to tokens once.
+"""Fast assembly of corrupted rows in numpy: decisions are made on runs of tokens, then expanded to tokens once.
 
-A segment is a run of tokens that move together and share everything: a prompt, a slot, a stretch of padding. There are
-about ten times fewer segments than tokens, so all decisions are made on segments, and a handful of `np.repeat`s make
-tokens of them.
+There are about ten times fewer slots than tokens, and fewer documents still; so tables of runs are built first, and a
+handful of `np.repeat`s make tokens of them. No Python loop runs over documents, slots or tokens.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 
 from refusion_train.objective.batch import CLEAN, IGNORE, MASKED, NONE, Batch, PackedDocuments
 
+# Columns of the table of regions: what a document consists of, in physical order. Row n holds the last padding only.
+PADDING, PROMPT, PROMPT_END, CLEAN_PART, MASKED_PART = range(5)
 
-@dataclass
-class Segments:
-    """Consecutive runs in physical order that cover all tokens of the rows; m segments, some may have length 0."""
 
-    lengths: np.ndarray  # int64 [m]
-    sources: np.ndarray  # int64 [m] offset in the packed tokens of the segment's first token
-    kinds: np.ndarray  # uint8 [m] target kind of all its tokens
-    weights: np.ndarray  # float32 [m]
-    buckets: np.ndarray  # uint8 [m]
-
-    @classmethod
-    def zeros(cls, count: int) -> Segments:
-        """`count` segments of length 0 without targets."""
-        return cls(
-            np.zeros(count, np.int64),
-            np.zeros(count, np.int64),
-            np.zeros(count, np.uint8),
-            np.zeros(count, np.float32),
-            np.zeros(count, np.uint8),
-        )
+def ranges(first: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """first[i], first[i] + 1, ... (count[i] of them) for all i, concatenated: int64."""
+    return np.arange(count.sum()) + np.repeat(first - (np.cumsum(count) - count), count)
 
 
 def gaps(packed: PackedDocuments) -> np.ndarray:
@@ -45,64 +28,100 @@ def gaps(packed: PackedDocuments) -> np.ndarray:
     return borders
 
 
-def fill_documents(batch: Batch, packed: PackedDocuments) -> np.ndarray:
-    """Write document_ids and the count columns of whole documents; returns each token's document start, int64 [b*s].
-
-    Padding: document -1, start = the token's own offset (so that offset - start is its position 0).
-    """
+def fill_documents(batch: Batch, packed: PackedDocuments) -> None:
+    """Write document_ids, position_ids as if nothing had moved, and the count columns of whole documents."""
     rows, length = packed.tokens.shape
     n = len(packed.starts)
     row = packed.starts // max(1, length)
-    first = np.searchsorted(row, np.arange(rows))
     runs = np.empty(2 * n + 1, np.int64)
     runs[0::2], runs[1::2] = gaps(packed), packed.lengths
     ids = np.full(2 * n + 1, -1, np.int32)
-    ids[1::2] = np.arange(n) - first[row]
+    ids[1::2] = np.arange(n) - np.searchsorted(row, row)
     batch.document_ids.reshape(-1)[:] = np.repeat(ids, runs)
-    begin = np.zeros(2 * n + 1, np.int64)
-    begin[1::2] = packed.starts
+    begin = np.cumsum(runs) - runs
+    np.subtract(np.arange(packed.tokens.size), np.repeat(begin, runs), out=batch.position_ids.reshape(-1))
+    if runs[0::2].any():
+        batch.position_ids[batch.document_ids < 0] = 0
     responses = packed.lengths - packed.prompts
     batch.counts[:, 1] = np.bincount(row, weights=responses, minlength=rows)
     batch.counts[:, 2] = np.bincount(row, weights=responses > 0, minlength=rows)
-    start = np.repeat(begin, runs)
-    if runs[0::2].any():
-        padding = np.flatnonzero(batch.document_ids.reshape(-1) < 0)
-        start[padding] = padding
-    return start
 
 
-def fill_tokens(
-    batch: Batch, packed: PackedDocuments, segments: Segments, without_target: np.ndarray, mask_id: int
+def fill_padding(batch: Batch, packed: PackedDocuments) -> None:
+    """Write what is outside documents (the compiled kernels write only documents)."""
+    between = gaps(packed)
+    if not between.any():
+        return
+    ends = np.concatenate(([0], packed.starts + packed.lengths))
+    padding = ranges(ends, between)
+    batch.input_ids.reshape(-1)[padding] = packed.tokens.reshape(-1)[padding]
+    batch.position_ids.reshape(-1)[padding] = 0
+    batch.document_ids.reshape(-1)[padding] = -1
+    batch.labels.reshape(-1)[padding] = IGNORE
+    batch.loss_weight.reshape(-1)[padding] = 0
+    batch.target_kind.reshape(-1)[padding] = NONE
+    batch.noise_bucket.reshape(-1)[padding] = 0
+
+
+def region_table(packed: PackedDocuments, masked_tokens: np.ndarray) -> np.ndarray:
+    """Tokens of each region: int64 [n + 1, 5]. masked_tokens: int64 [n]."""
+    table = np.zeros((len(packed.starts) + 1, 5), np.int64)
+    table[:, PADDING] = gaps(packed)
+    body = table[:-1]
+    body[:, PROMPT_END] = packed.prompts > 0
+    body[:, PROMPT] = packed.prompts - body[:, PROMPT_END]
+    body[:, CLEAN_PART] = packed.lengths - packed.prompts - masked_tokens
+    body[:, MASKED_PART] = masked_tokens
+    return table
+
+
+def fill_regions(
+    batch: Batch,
+    packed: PackedDocuments,
+    table: np.ndarray,
+    prompt_target: bool,
+    weights: np.ndarray,
+    buckets: np.ndarray,
 ) -> None:
-    """Write every other field of the batch from segments.
+    """Write target_kind, loss_weight and noise_bucket, each constant in a region.
 
-    without_target: int64 offsets in physical order whose target is taken away again (the end of a clean slot).
-    Masked segments show mask_id and predict their own tokens; clean ones predict the next token of the document.
+    prompt_target: whether a prompt's last token predicts the response's first. weights float32 [n], buckets uint8 [n]:
+    of masked targets.
     """
-    lengths = segments.lengths
-    total = packed.tokens.size
-    assert lengths.sum() == total, f"segments cover {lengths.sum()} of {total} tokens"
-    start = fill_documents(batch, packed)
-    source = np.repeat(segments.sources - (np.cumsum(lengths) - lengths), lengths)
-    source += np.arange(total)
-    np.subtract(source, start, out=batch.position_ids.reshape(-1))
+    kinds = np.zeros(table.shape, np.uint8)
+    kinds[:, CLEAN_PART], kinds[:, MASKED_PART] = CLEAN, MASKED
+    if prompt_target:
+        kinds[:-1, PROMPT_END] = np.where(packed.lengths > packed.prompts, CLEAN, NONE)
+    weight = (kinds == CLEAN).astype(np.float32)
+    weight[:-1, MASKED_PART] = weights
+    bucket = np.zeros(table.shape, np.uint8)
+    bucket[:-1, MASKED_PART] = buckets
+    runs = table.reshape(-1)
+    for values, out in ((kinds, batch.target_kind), (weight, batch.loss_weight), (bucket, batch.noise_bucket)):
+        out.reshape(-1)[:] = np.repeat(values.reshape(-1), runs)
 
-    kind = np.repeat(segments.kinds, lengths)
-    kind[without_target] = NONE
-    batch.target_kind.reshape(-1)[:] = kind
-    weight = np.repeat(segments.weights, lengths)
-    weight[without_target] = 0
-    batch.loss_weight.reshape(-1)[:] = weight
-    batch.noise_bucket.reshape(-1)[:] = np.repeat(segments.buckets, lengths)
 
-    flat = packed.tokens.reshape(-1)
-    masked = kind == MASKED
-    here = flat.take(source)
-    inputs, labels = batch.input_ids.reshape(-1), batch.labels.reshape(-1)
-    inputs[:] = here
-    np.copyto(inputs, mask_id, where=masked)
-    source += 1
-    labels[:] = flat.take(source, mode="clip")
-    np.copyto(labels, here, where=masked)
-    np.copyto(labels, IGNORE, where=kind == NONE)
+def move_runs(batch: Batch, lengths: np.ndarray, shifts: np.ndarray) -> np.ndarray:
+    """The packed offset of each physical token, int64 [b*s]; position_ids are moved along.
+
+    lengths: int64 [m] consecutive runs that cover all tokens; shifts: int64 [m] how far from here each run's tokens
+    lie in the packed order.
+    """
+    total = batch.position_ids.size
+    assert lengths.sum() == total, f"runs cover {lengths.sum()} of {total} tokens"
+    shift = np.repeat(shifts, lengths)
+    batch.position_ids.reshape(-1)[:] += shift
+    shift += np.arange(total)
+    return shift
+
+
+def fill_tokens(batch: Batch, packed: PackedDocuments, source: np.ndarray, mask_id: int) -> None:
+    """Write input_ids and labels from target_kind and the packed offset of each token (int64 [b*s], overwritten)."""
+    flat = packed.tokens.reshape(-1).astype(np.int64)
+    inputs, labels, kind = batch.input_ids.reshape(-1), batch.labels.reshape(-1), batch.target_kind.reshape(-1)
+    flat.take(source, out=inputs, mode="clip")
+    np.putmask(inputs, kind == MASKED, mask_id)
+    source += kind == CLEAN
+    flat.take(source, out=labels, mode="clip")
+    np.putmask(labels, kind == NONE, IGNORE)
     batch.counts[:, 0] = np.count_nonzero(batch.target_kind == CLEAN, axis=1)

@@ -13,8 +13,16 @@ from typing import Protocol
 import numpy as np
 
 from refusion_train.objective import noise
-from refusion_train.objective.batch import CLEAN, MASKED, NONE, Batch, PackedDocuments
-from refusion_train.objective.layout import Segments, fill_tokens, gaps
+from refusion_train.objective.batch import CLEAN, NONE, Batch, PackedDocuments
+from refusion_train.objective.layout import (
+    CLEAN_PART,
+    fill_documents,
+    fill_regions,
+    fill_tokens,
+    move_runs,
+    ranges,
+    region_table,
+)
 
 _MAX_DOCUMENTS = 1 << (64 - noise.ORDER_BITS)
 
@@ -133,50 +141,41 @@ def lay_out(
     packed: PackedDocuments,
     table: SlotTable,
     draws: SlotDraws,
-    p: np.ndarray,
+    weights: np.ndarray,
+    buckets: np.ndarray,
     *,
-    normalization: str,
     cross_slot_targets: bool,
     mask_id: int,
 ) -> None:
-    """Write the corrupted rows that follow from the draws into `batch`."""
-    responses = packed.lengths - packed.prompts
-    per_slot = 1 if draws.prefix is None else 2  # a partial slot is two segments: its clean head, its masked rest
-    width = 3 + per_slot * table.counts  # of a document: padding before it, prompt, last token of the prompt, slots
-    base = np.cumsum(width) - width
-    segments = Segments.zeros(int(width.sum()) + 1)
-    segments.lengths[base] = gaps(packed)[:-1]
-    segments.lengths[-1] = gaps(packed)[-1]
-    segments.sources[base] = packed.starts - segments.lengths[base]
-    segments.sources[-1] = packed.tokens.size - segments.lengths[-1]
-    segments.lengths[base + 1] = np.maximum(packed.prompts - 1, 0)
-    segments.sources[base + 1] = packed.starts
-    segments.lengths[base + 2] = packed.prompts > 0
-    segments.sources[base + 2] = packed.starts + packed.prompts - 1
-    segments.kinds[base + 2] = np.where(responses > 0, CLEAN if cross_slot_targets else NONE, NONE)
+    """Write the corrupted rows that follow from the draws into `batch`.
 
+    weights float32 [n], buckets uint8 [n]: of the documents' masked targets.
+    """
+    n = len(packed.starts)
     order = physical_order(table, draws)
-    place = base[table.document] + 3 + per_slot * table.index
-    masked, lengths, sources = draws.masked[order], table.lengths[order], table.sources[order]
-    if draws.prefix is None:
-        segments.lengths[place] = lengths
-        segments.sources[place] = sources
-        segments.kinds[place] = np.where(masked, MASKED, CLEAN)
-    else:
-        head = np.where(masked, draws.prefix[order], lengths)
-        segments.lengths[place], segments.lengths[place + 1] = head, lengths - head
-        segments.sources[place], segments.sources[place + 1] = sources, sources + head
-        segments.kinds[place], segments.kinds[place + 1] = CLEAN, MASKED
-    last = place + per_slot - 1
-    document = table.document
-    segments.weights[segments.kinds == CLEAN] = 1
-    segments.weights[last] = np.where(
-        segments.kinds[last] == MASKED, masked_weights(p, responses, normalization)[document], np.float32(1)
-    )
-    segments.buckets[last] = np.where(segments.kinds[last] == MASKED, noise_buckets(p)[document], 0)
+    lengths = table.lengths[order]
+    masked_tokens = np.bincount(table.document, weights=table.lengths * draws.masked, minlength=n).astype(np.int64)
+    fill_documents(batch, packed)
+    regions = region_table(packed, masked_tokens)
+    fill_regions(batch, packed, regions, cross_slot_targets, weights, buckets)
+    # Runs that move together: what stands before a document's response, then its slots; last the padding at the end.
+    still = regions[:, :CLEAN_PART].sum(axis=1)
+    runs, shifts = np.empty(len(order) + n + 1, np.int64), np.zeros(len(order) + n + 1, np.int64)
+    slot_run = np.arange(1, len(order) + 1) + table.document
+    runs[slot_run] = lengths
+    runs[np.cumsum(table.counts + 1) - table.counts - 1] = still[:-1]
+    runs[-1] = still[-1]
+    begin = np.cumsum(lengths) - lengths + np.cumsum(still)[table.document]
+    shifts[slot_run] = table.sources[order] - begin
+    source = move_runs(batch, runs, shifts)
 
-    ends = np.cumsum(segments.lengths)
-    untargeted = ~masked
+    kind, weight = batch.target_kind.reshape(-1), batch.loss_weight.reshape(-1)
+    untargeted = ~draws.masked[order]
     if cross_slot_targets:  # only the document's last token has no next one
         untargeted &= order == np.repeat(np.cumsum(table.counts) - 1, table.counts)
-    fill_tokens(batch, packed, segments, ends[place[untargeted]] - 1, mask_id)
+    ends = (begin + lengths)[untargeted] - 1
+    kind[ends], weight[ends] = NONE, 0
+    if draws.prefix is not None:
+        heads = ranges(begin, draws.prefix[order])
+        kind[heads], weight[heads], batch.noise_bucket.reshape(-1)[heads] = CLEAN, 1, 0
+    fill_tokens(batch, packed, source, mask_id)
