@@ -30,7 +30,7 @@ from refusion_train.data.shard_index import (
     ShardInfo,
     dataset_fingerprint,
 )
-from refusion_train.data.tokenizer import TokenizerInfo
+from refusion_train.data.tokenizer import META_FILE, MODEL_FILE, TokenizerInfo
 from refusion_train.errors import DataError
 
 SHARD_BYTES = 256 << 20
@@ -192,6 +192,7 @@ class ShardWriter:
 
     `shard_bytes`: a new tar is begun before a block that would make it larger; `block_tokens`: likewise for blocks (a
     longer document is a block of its own). `tokenizer_folder`: copied to `PATH/tokenizer`.
+    Attributes: `path`, `documents` (added so far).
     """
 
     def __init__(
@@ -215,11 +216,14 @@ class ShardWriter:
         self._shards: list[ShardInfo] = []
         self._tar: _TarFile | None = None
         self._blocks: list[BlockInfo] = []
+        self.documents = 0
         self._clear_block()
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
         if tokenizer_folder is not None:
-            shutil.copytree(tokenizer_folder, self._folder / TOKENIZER_FOLDER)
+            (self._folder / TOKENIZER_FOLDER).mkdir()
+            for name in (MODEL_FILE, META_FILE):
+                shutil.copyfile(Path(tokenizer_folder) / name, self._folder / TOKENIZER_FOLDER / name)
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -241,6 +245,7 @@ class ShardWriter:
         self._lengths.append(len(tokens))
         self._prompts.append(prompt)
         self._tokens_in_block += len(tokens)
+        self.documents += 1
         self._text_bytes += text_bytes
 
     def close(self) -> Index:
