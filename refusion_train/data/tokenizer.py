@@ -216,6 +216,10 @@ class Tokenizer:
         out.append(self._sp.decode(array[start:].tolist()))
         return "".join(out)
 
+    def piece(self, index: int) -> str:
+        """The piece of one id as text, for display: spaces as spaces, bytes as `<0x0A>`, control tokens as `<mask>`."""
+        return self._sp.id_to_piece(index).replace(_SPACE, " ")
+
     def _cut(self, text: str) -> list[str]:
         """`text` in segments whose ids, joined, are those of the whole text."""
         if len(text) <= self._segment:
