@@ -3,4 +3,7 @@
 It knows nothing of slots, noise or objectives: those are in the batch (see `refusion_train.objective`).
 """
 
-from refusion_train import parallel as _parallel  # noqa: F401  (silences megatron-core's remarks on import)
+import warnings
+
+# megatron-core says so once per module on import; the fallbacks are what this package is tested with.
+warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")

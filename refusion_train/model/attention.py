@@ -17,7 +17,7 @@ import inspect
 import itertools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -45,7 +45,7 @@ class PackedSelfAttention(SelfAttention):
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
         assert rotary_pos_emb is not None, "the table of rotary angles is missing"
-        mixed, _ = self.linear_qkv(hidden_states)
+        mixed, _ = cast(torch.nn.Module, self.linear_qkv)(hidden_states)
         if self.checkpoint_core_attention and self.training and torch.is_grad_enabled():
             attended = tensor_parallel.checkpoint(self._attend, False, mixed, rotary_pos_emb, attention_mask)
         else:
@@ -58,11 +58,11 @@ class PackedSelfAttention(SelfAttention):
         tokens, groups, head_dim = mixed.shape[0], self.num_query_groups_per_partition, self.key_hidden_size
         queries = self.num_attention_heads_per_partition // groups
         query, key, value = mixed.view(tokens, groups, queries + 2, head_dim).split([queries, 1, 1], dim=2)
-        if self.q_layernorm is not None:
+        if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         query = rotate(query.reshape(tokens, groups * queries, head_dim), table)
         key = rotate(key.reshape(tokens, groups, head_dim), table)
-        attended = self.core_attention(query, key, value.squeeze(2), boundaries)
+        attended = cast(torch.nn.Module, self.core_attention)(query, key, value.squeeze(2), boundaries)
         return attended.reshape(tokens, 1, groups * queries * head_dim)
 
 

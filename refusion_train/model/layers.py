@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import rms_norm
 
 from refusion_train.model.attention import DocumentAttention, PackedSelfAttention
+from refusion_train.model.functional import rms_norm, swiglu
 from refusion_train.model.mcore import (
     AttnMaskType,
     ColumnParallelLinear,
@@ -22,12 +22,13 @@ from refusion_train.model.mcore import (
     TransformerConfig,
     TransformerLayer,
     TransformerLayerSubmodules,
-    parallel_state,
+    recomputed_output,
+    tensor_group,
 )
 
 
 class RMSNorm(torch.nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467)."""
+    """`functional.rms_norm` with its weight, which megatron-core's layers build by this signature."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
@@ -38,17 +39,21 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class SwiGLU(torch.nn.Module):
-    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202); gate and up are the halves of one column-parallel matrix."""
+    """down(silu(gate(x)) * up(x)); gate and up are the halves of one column-parallel matrix.
+
+    With selective recomputation the product is dropped after use and made again from the halves.
+    """
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
         super().__init__()
         assert config.ffn_hidden_size is not None, "the width of the feed-forward layer is missing"
         assert config.init_method is not None and config.output_layer_init_method is not None, "no init methods"
-        group = parallel_state.get_tensor_model_parallel_group()
+        self.recompute = config.recompute_granularity == "selective"
+        group = tensor_group()
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size, 2 * config.ffn_hidden_size, config=config, init_method=config.init_method,
             bias=False, gather_output=False, tp_group=group,
@@ -60,8 +65,11 @@ class SwiGLU(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         joint, _ = self.linear_fc1(hidden)
-        gate, up = joint.chunk(2, dim=-1)
-        output, _ = self.linear_fc2(torch.nn.functional.silu(gate) * up)
+        if not (self.recompute and self.training and torch.is_grad_enabled()):
+            return self.linear_fc2(swiglu(joint))[0], None
+        product = recomputed_output()
+        output, _ = self.linear_fc2(product.checkpoint(swiglu, joint))
+        product.discard_output_and_register_recompute(output)
         return output, None
 
 

@@ -6,9 +6,11 @@ The other files of the model import megatron-core's names from here, and describ
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import (
@@ -51,15 +53,18 @@ __all__ = [
     "gather_from_tensor_model_parallel_region",
     "get_num_layers_to_build",
     "get_transformer_layer_offset",
-    "parallel_state",
     "parameter_dtype",
+    "recomputed_output",
+    "tensor_group",
     "tensor_parallel",
     "transformer_config",
 ]
 
+# selective: all between the joint query-key-value matrix and the output matrix of attention, and the product of the
+# gated activation (see layers.SwiGLU), are computed again; full: every layer from its input.
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm"]},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 
@@ -67,6 +72,21 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 def parameter_dtype(config: Config) -> torch.dtype:
     """Type of the weights and activations; fp32 masters of bf16 weights live in the optimizer."""
     return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+
+
+def tensor_group() -> dist.ProcessGroup:
+    """The ranks that share each matrix with this one; a group of one without tensor parallelism."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    assert isinstance(group, dist.ProcessGroup), f"megatron-core gave {group!r} where a process group belongs"
+    return group
+
+
+def recomputed_output() -> tensor_parallel.CheckpointWithoutOutput:
+    """A function call whose output is dropped once it is used, and computed again in the backward pass.
+
+    All versions take any `fp8` but None for a wish for it, which fails without TransformerEngine.
+    """
+    return tensor_parallel.CheckpointWithoutOutput(fp8=None)  # type: ignore[arg-type]
 
 
 def transformer_config(config: Config) -> TransformerConfig:
@@ -79,40 +99,44 @@ def transformer_config(config: Config) -> TransformerConfig:
     dtype = parameter_dtype(config)
     on_cuda = torch.cuda.is_available()
     interleaved = parallel.virtual_pipeline > 1
-    return TransformerConfig(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.num_heads,
-        num_query_groups=model.num_kv_heads,
-        kv_channels=model.head_dim,
-        ffn_hidden_size=model.ffn_size,
-        layernorm_epsilon=model.norm_eps,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        normalization="RMSNorm",
-        qk_layernorm=model.qk_norm,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=parallel.tensor,
-        sequence_parallel=parallel.sequence,
-        pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
-        overlap_p2p_comm=interleaved and on_cuda,
-        batch_p2p_comm=not interleaved,
-        deallocate_pipeline_outputs=on_cuda or not interleaved,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        # Weights are drawn by name, for the whole tensor, after construction: see slot_model.initialise.
-        perform_initialization=False,
-        use_cpu_initialization=not on_cuda,
-        # Every fusion needs Apex, TransformerEngine or a compiler on the training machine.
-        apply_rope_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        **_RECOMPUTE[config.train.recompute],
-    )
+    with warnings.catch_warnings():
+        # Our attention is not TransformerEngine's, to which this advice on recomputation refers.
+        warnings.filterwarnings("ignore", message="If you are using transformer_engine")
+        return TransformerConfig(
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            num_attention_heads=model.num_heads,
+            num_query_groups=model.num_kv_heads,
+            kv_channels=model.head_dim,
+            ffn_hidden_size=model.ffn_size,
+            layernorm_epsilon=model.norm_eps,
+            gated_linear_unit=True,
+            activation_func=torch.nn.functional.silu,
+            normalization="RMSNorm",
+            qk_layernorm=model.qk_norm,
+            add_bias_linear=False,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            tensor_model_parallel_size=parallel.tensor,
+            sequence_parallel=parallel.sequence,
+            pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
+            overlap_p2p_comm=interleaved and on_cuda,
+            batch_p2p_comm=not interleaved,
+            deallocate_pipeline_outputs=on_cuda or not interleaved,
+            params_dtype=dtype,
+            pipeline_dtype=dtype,
+            bf16=dtype == torch.bfloat16,
+            # Weights are drawn by name, for the whole tensor, after construction: see slot_model.initialise.
+            perform_initialization=False,
+            use_cpu_initialization=not on_cuda,
+            # Every fusion needs Apex, TransformerEngine or a compiler on the training machine.
+            apply_rope_fusion=False,
+            bias_activation_fusion=False,
+            bias_dropout_fusion=False,
+            masked_softmax_fusion=False,
+            gradient_accumulation_fusion=False,
+            persist_layer_norm=False,
+            cuda_graph_scope=[],
+            **_RECOMPUTE[config.train.recompute],
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import Protocol
 
 import torch
 
@@ -20,7 +21,19 @@ from refusion_train.model.batch import DeviceBatch
 from refusion_train.model.layers import block_submodules
 from refusion_train.model.loss import LanguageModelHead, VocabularyPart, loss_statistics
 from refusion_train.model.rotary import rotary_table
-from refusion_train.parallel.groups import Groups
+
+
+class Place(Protocol):
+    """What of a rank's place in the layout the model must know; `parallel.groups.Groups` is one."""
+
+    @property
+    def first_stage(self) -> bool: ...
+    @property
+    def last_stage(self) -> bool: ...
+    @property
+    def vp_size(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
 
 
 class SlotModel(torch.nn.Module):
@@ -48,7 +61,7 @@ class SlotModel(torch.nn.Module):
         self.config = transformer_config
         self.model = config.model
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
-        self.tp_group = mcore.parallel_state.get_tensor_model_parallel_group()
+        self.tp_group = mcore.tensor_group()
         self.layer_offset: int = mcore.get_transformer_layer_offset(transformer_config, vp_stage)
         if pre_process:
             assert transformer_config.init_method is not None, "megatron-core's configuration has no init method"
@@ -72,7 +85,7 @@ class SlotModel(torch.nn.Module):
         if isinstance(input_tensor, list):
             assert len(input_tensor) == 1, "a stage has one input"
             input_tensor = input_tensor[0]
-        self.decoder.set_input_tensor(input_tensor)
+        self.decoder.input_tensor = input_tensor
 
     def forward(self, batch: DeviceBatch) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Activations for the next stage, or on the last one (loss, statistics).
@@ -152,7 +165,7 @@ class SlotModel(torch.nn.Module):
             parameter.shared_embedding = shared and is_vocabulary  # type: ignore[attr-defined]
 
 
-def build_model_chunks(config: Config, groups: Groups, bidirectional: bool) -> list[SlotModel]:
+def build_model_chunks(config: Config, groups: Place, bidirectional: bool) -> list[SlotModel]:
     """The chunks of the model that this rank holds (one, or `virtual_pipeline` of them), with their initial weights.
 
     Raises ConfigError if the vocabulary is not known.
