@@ -14,6 +14,7 @@ import os
 import resource
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -229,7 +230,8 @@ class _ToStderr(logging.Handler):
 
 
 def show_warnings() -> None:
-    """Print the package's warnings on stderr, one line each."""
+    """Print the package's warnings on stderr, one line each; not those of libraries about their own code."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|deepspeed|megatron)\.")
     logger = logging.getLogger("refusion_train")
     if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
         logger.addHandler(_ToStderr(logging.WARNING))

@@ -8,8 +8,8 @@ A folder is written as `step-00001000.tmp`; only the last rename gives it its na
 either the old state or the new one. Reading trusts nothing: sizes and hashes are checked against the manifest, and
 what fails is passed over, with a warning that names it, for the checkpoint before.
 
-Everything that several ranks do together (`save`, `on_first_rank`) ends the same way on all of them: an error on
-one is raised on every one, so nobody waits for a rank that has given up.
+Everything that several ranks do together (`save`, `on_first_rank`, `on_every_rank`) ends the same way on all of them:
+an error on one is raised on every one, so nobody waits for a rank that has given up.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from refusion_train.errors import CheckpointError
+from refusion_train.errors import CheckpointError, RefusionError
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +57,10 @@ def save(root: str | os.PathLike[str], step: int, tensors: dict[str, Any], state
     root = Path(root)
     unfinished = root / f"{step_name(step)}{_UNFINISHED}"
     try:
-        _together(lambda: _begin(root, unfinished))
+        on_first_rank(lambda: _begin(root, unfinished))
         _write_tensors(unfinished, tensors)
         files = _hash_written(unfinished)
-        return _together(lambda: _commit(root, unfinished, step, files, state, keep))
+        return on_first_rank(lambda: _commit(root, unfinished, step, files, state, keep))
     except CheckpointError as error:
         if _rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -101,7 +101,7 @@ def _hash_written(unfinished: Path) -> dict[str, dict[str, Any]]:
     mine = [file for file in unfinished.iterdir() if file.name.startswith(f"__{_rank()}_")]
     if _rank() == 0:
         mine += [file for file in unfinished.iterdir() if not file.name.startswith("__")]
-    parts = _gather(lambda: _describe(mine))
+    parts = _gather(on_every_rank(lambda: _describe(mine)))
     return {name: entry for part in parts for name, entry in part.items()}
 
 
@@ -267,8 +267,9 @@ def _describe_file(file: Path) -> dict[str, Any]:
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
+    lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
     with open(file, "w", encoding="utf-8") as stream:
-        json.dump(content, stream, indent=1)
+        stream.write("{" + ",\n ".join(lines) + "}\n")
         stream.flush()
         os.fsync(stream.fileno())
 
@@ -303,12 +304,8 @@ def _root_cause(error: BaseException) -> str:
 def on_first_rank(action: Callable[[], T]) -> T:
     """Run `action` on the first rank and return its result on all. Collective.
 
-    A RefusionError or OSError of it is raised on all of them as well (as CheckpointError if it is not one already).
+    A RefusionError of it, or an OSError as a CheckpointError, is raised on all of them.
     """
-    return _together(action)
-
-
-def _together(action: Callable[[], T]) -> T:
     outcome: list[Any] = [None, None]
     if _rank() == 0:
         outcome = list(_attempt(action))
@@ -320,23 +317,31 @@ def _together(action: Callable[[], T]) -> T:
     return result
 
 
-def _gather(action: Callable[[], T]) -> list[T]:
-    """Run `action` on every rank and return all results, in order of rank, on all of them."""
-    outcome = _attempt(action)
-    outcomes: list[Any] = [outcome]
-    if _world() > 1:
-        outcomes = [None] * _world()
-        dist.all_gather_object(outcomes, outcome)
-    for _, error in outcomes:
-        if error is not None:
-            raise error
-    return [result for result, _ in outcomes]
+def on_every_rank(action: Callable[[], T]) -> T:
+    """Run `action` on every rank and return the rank's own result. Collective.
+
+    If it raises a RefusionError or OSError on some rank, the first such rank's error is raised on all of them.
+    """
+    result, error = _attempt(action)
+    for failure in _gather(error):
+        if failure is not None:
+            raise failure
+    return result  # type: ignore[return-value]
 
 
-def _attempt(action: Callable[[], T]) -> tuple[T | None, CheckpointError | None]:
+def _gather(value: T) -> list[T]:
+    """The values of all ranks, in order of rank, on all of them."""
+    if _world() == 1:
+        return [value]
+    values: list[Any] = [None] * _world()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, RefusionError | None]:
     try:
         return action(), None
-    except CheckpointError as error:
+    except RefusionError as error:
         return None, error
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""

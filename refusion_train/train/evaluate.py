@@ -1,0 +1,122 @@
+"""Validation losses that can be compared: between steps, layouts and objectives.
+
+Every number is over the same rows of the validation set with the same noise, whatever the run's seed and layout:
+
+    val_nelbo          slots, mdm: nats per response token, an upper bound of the negative log-likelihood under the
+                       run's masking. Mean over PASSES draws of [sum of cross entropy / p over masked tokens] /
+                       [response tokens]. Pass i takes its noise level from the i-th of PASSES equal parts of [0, 1]
+                       (within it the documents spread evenly), so that all draws together integrate over noise.
+    val_bits_per_byte  the same sum (ar: of the left-to-right loss) in bits, per UTF-8 byte of the text.
+    val_in_slot_ar     slots: mean cross entropy of clean tokens that follow a token of their own slot (in the same
+                       passes); what verifying drafts within a slot relies on.
+    val_left_to_right  slots, ar: mean cross entropy of ordinary left-to-right prediction: the number that compares
+                       objectives. A bidirectional model (mdm) has none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from refusion_train.checkpoint import layout, store
+from refusion_train.config import Config
+from refusion_train.data.loader import ValidationLoader, stratified_noise
+from refusion_train.data.shards import ShardSet
+from refusion_train.errors import ConfigError
+from refusion_train.model.batch import to_device
+from refusion_train.model.loss import STAT_NAMES
+from refusion_train.model.slot_model import build_model_chunks
+from refusion_train.objective import make_objective
+from refusion_train.objective.batch import RESPONSE_TOKENS
+from refusion_train.parallel.engine import Engine
+from refusion_train.parallel.groups import Groups, destroy, init_groups
+from refusion_train.train.optim import param_groups
+from refusion_train.train.state import adopt_model
+
+PASSES = 8
+
+
+def evaluate(
+    engine: Engine, groups: Groups, config: Config, dataset: ShardSet, stop: Callable[[], bool] = lambda: False
+) -> dict[str, float]:
+    """The `val_*` numbers of the model as it is, the same on all ranks. Collective.
+
+    Up to `train.validation_rows` rows of `dataset` are used, PASSES times (and once left to right).
+    stop: asked before every pass, the same on all ranks; if it says so there are no numbers.
+    """
+    results: dict[str, float] = {}
+    if config.objective.name != "ar":
+        totals = []
+        for number in range(PASSES):
+            if stop():
+                return {}
+            totals.append(_run_pass(engine, groups, config, dataset, number))
+        masked, response, clean, clean_targets, text_bytes = (sum(column) for column in zip(*totals, strict=True))
+        results["val_nelbo"] = masked / response if response else math.nan
+        results["val_bits_per_byte"] = masked / text_bytes / math.log(2) if text_bytes else math.nan
+        if config.objective.name == "slots":
+            results["val_in_slot_ar"] = clean / clean_targets if clean_targets else math.nan
+    if config.objective.name != "mdm":
+        _, _, clean, clean_targets, text_bytes = _run_pass(engine, groups, config, dataset, None)
+        results["val_left_to_right"] = clean / clean_targets if clean_targets else math.nan
+        results.setdefault("val_bits_per_byte", clean / text_bytes / math.log(2) if text_bytes else math.nan)
+    return results
+
+
+def _run_pass(
+    engine: Engine, groups: Groups, config: Config, dataset: ShardSet, number: int | None
+) -> tuple[float, float, float, float, float]:
+    """Sums over all ranks: masked CE / p, response tokens, clean CE, clean targets; and bytes of text.
+
+    number: the pass, which fixes the noise; None: left to right.
+    """
+    name = "ar" if number is None else config.objective.name
+    # As the model is used, not as it is trained: no targets across slots, no partly masked slots; weights 1 / p.
+    plain = dataclasses.replace(
+        config.objective, name=name, cross_slot_targets=False, partial_slot_probability=0.0, normalization="token",
+        rng="counter",
+    )  # fmt: skip
+    special = dataset.index.special_ids
+    rows = ValidationLoader(
+        dataset, config, make_objective(plain, special["mask"], special["pad"]), groups.dp_rank, groups.dp_size,
+        max_rows=config.train.validation_rows, draw=number or 0,
+        t=None if number is None else stratified_noise(number, PASSES),
+    )  # fmt: skip
+    sums = torch.zeros(len(STAT_NAMES) + 1, dtype=torch.float64, device=groups.device)
+    at_once = config.train.global_batch_size // (groups.dp_size * config.train.micro_batch_size)
+    micro_batches = []
+    for count, batch in enumerate(rows, start=1):
+        sums[-1] += batch.counts[:, RESPONSE_TOKENS].sum()
+        micro_batches.append(to_device(batch, batch.loss_weight, groups.device))
+        if len(micro_batches) == at_once or count == len(rows):
+            sums[:-1] += engine.forward_backward(micro_batches, forward_only=True)
+            micro_batches = []
+    dist.all_reduce(sums, group=groups.dp_group)
+    *numbers, response = sums.tolist()
+    stats = dict(zip(STAT_NAMES, numbers, strict=True))
+    return stats["weighted_masked"], response, stats["ce_clean"], stats["count_clean"], rows.text_bytes
+
+
+def evaluate_checkpoint(config: Config, checkpoint: str) -> dict[str, float]:
+    """The `val_*` numbers of a checkpoint (its folder, or a run folder for the newest good one). Collective.
+
+    Joins the group of the environment, or is one process. Raises ConfigError without `data.validation`.
+    """
+    groups = init_groups(config)
+    try:
+        if config.data.validation is None:
+            raise ConfigError("data.validation is not set; give a folder of shards, data.validation=shards/validation")
+        folder = store.on_first_rank(lambda: store.resolve(checkpoint))
+        dataset = store.on_every_rank(lambda: ShardSet.open(str(config.data.validation)))
+        saved = store.on_first_rank(lambda: store.read_state(folder))
+        adopt_model(saved, config, dataset.index.tokenizer, folder)
+        chunks = build_model_chunks(config, groups, config.objective.name == "mdm")
+        engine = Engine(config, groups, chunks, param_groups(chunks, config.train.weight_decay))
+        layout.restore(engine, lambda tensors: store.load(folder, tensors))
+        return evaluate(engine, groups, config, dataset)
+    finally:
+        destroy()

@@ -1,0 +1,113 @@
+"""A run in progress: its parts on this rank, and what is done between two steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from refusion_train.checkpoint import layout, store
+from refusion_train.config import Config
+from refusion_train.data.loader import TrainLoader, merge_cursors
+from refusion_train.data.shards import ShardSet
+from refusion_train.errors import TrainingError
+from refusion_train.parallel.engine import Engine
+from refusion_train.parallel.groups import Groups
+from refusion_train.telemetry import Telemetry, flops_per_token, has_validation, peak_flops
+from refusion_train.train.evaluate import evaluate
+from refusion_train.train.signals import StopSignals
+from refusion_train.train.state import TrainState, describe_run
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Data:
+    """The datasets of a run; `validation` may be absent."""
+
+    train: ShardSet
+    validation: ShardSet | None
+
+
+@dataclass
+class Run:
+    """A run in progress on this rank: its parts, and what is done between steps. All methods but
+    `utilisation` are collective."""
+
+    config: Config
+    groups: Groups
+    host_group: dist.ProcessGroup | None  # for numbers on the host; None: the default group takes them
+    data: Data
+    engine: Engine
+    loader: TrainLoader
+    telemetry: Telemetry
+    state: TrainState
+    stop: StopSignals
+    saved_step: int
+
+    def save(self) -> None:
+        """Write a checkpoint, unless this step is in one already."""
+        if self.state.step == self.saved_step:
+            return
+        assert self.state.cursor is not None, "steps were done without a cursor"
+        cursors: list[Any] = [None] * self.groups.world_size
+        dist.all_gather_object(cursors, self.state.cursor)
+        whole = dataclasses.replace(self.state, cursor=merge_cursors(cursors))
+        contents = describe_run(whole, self.config, self.data.train)
+        root, keep = store.checkpoints_of(self.config.run_dir), self.config.checkpoint.keep
+        folder = store.save(root, self.state.step, layout.tensors_to_save(self.engine), contents, keep)
+        self.saved_step = self.state.step
+        self.telemetry.say(f"saved {folder}")
+
+    def validate_if_due(self) -> None:
+        """Validate, at the first and last step and every `train.validation_interval`, unless this was done before."""
+        step, interval = self.state.step, self.config.train.validation_interval
+        due = step == self.config.train.steps or (interval > 0 and step % interval == 0)
+        if self.data.validation is None or not due:
+            return
+        if store.on_first_rank(lambda: has_validation(self.config.run_dir, step)):
+            return
+        losses = evaluate(self.engine, self.groups, self.config, self.data.validation, stop=self.asked_to_stop)
+        if losses:
+            self.telemetry.validation({"step": step, **losses})
+
+    def asked_to_stop(self) -> bool:
+        """Whether any rank has been."""
+        flag = torch.tensor(float(self.stop.requested))
+        dist.all_reduce(flag, group=self.host_group)
+        return flag.item() > 0
+
+    def report_skipped(self, described: str, finite_here: bool) -> None:
+        """Warn of a step without update; raise TrainingError when there were too many in a row.
+
+        described: this rank's documents of the step; finite_here: whether its own losses were finite.
+        """
+        bad, limit = self.state.bad_in_a_row, self.config.train.max_bad_steps
+        everyone: list[Any] = [None] * self.groups.world_size
+        dist.all_gather_object(everyone, (finite_here, self.groups.dp_rank, described))
+        suspects = dict((rank, text) for finite, rank, text in everyone if not finite) or {
+            rank: text for _, rank, text in everyone
+        }
+        where = "; ".join(f"data-parallel rank {rank}: {text}" for rank, text in sorted(suspects.items()))
+        what = f"step {self.state.step}: loss or gradient is not finite ({where})"
+        if bad >= limit:
+            raise TrainingError(
+                f"{what}; {bad} steps in a row were skipped (train.max_bad_steps={limit}): lower train.lr, or look at "
+                f"these documents; the last checkpoint is of step {self.saved_step}"
+            )
+        if self.groups.rank == 0:
+            logger.warning("%s; skipped, %d in a row, %d in all", what, bad, self.state.skipped)
+
+    def utilisation(self, tokens_per_s: float) -> dict[str, float]:
+        """`mfu`: share of the GPUs' peak that the model's own FLOPs take; nothing where the peak is not known."""
+        peak = peak_flops()
+        if peak is None or not self.state.tokens:
+            return {}
+        assert self.config.model.vocab_size is not None, "the vocabulary was resolved at the start"
+        supervised = self.state.supervised_tokens / self.state.tokens
+        flops = flops_per_token(self.config, self.config.model.vocab_size, supervised)
+        return {"mfu": flops * tokens_per_s / (peak * self.groups.world_size)}

@@ -1,0 +1,182 @@
+"""Everything that must exist before the first step, made in the order in which it can fail cheaply.
+
+Data and run folder come first: a wrong path, or a run that cannot be continued, is refused before a model is built.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from refusion_train.checkpoint import layout, store
+from refusion_train.config import Config, to_yaml
+from refusion_train.data.loader import TrainLoader
+from refusion_train.data.shards import TOKENIZER_FOLDER, ShardSet, check_tokenizer
+from refusion_train.data.tokenizer import Tokenizer
+from refusion_train.errors import ConfigError
+from refusion_train.model.slot_model import build_model_chunks
+from refusion_train.objective import Objective, make_objective
+from refusion_train.parallel.engine import Engine
+from refusion_train.parallel.groups import Groups
+from refusion_train.telemetry import METRICS, Telemetry, has_validation
+from refusion_train.train.optim import param_groups
+from refusion_train.train.run import Data, Run
+from refusion_train.train.signals import StopSignals
+from refusion_train.train.state import TrainState, check_unchanged
+
+logger = logging.getLogger(__name__)
+
+CONFIG = "config.yaml"
+_LOCK = ".lock"
+
+# ------------------------------------------------------------------------------------------------------------ data
+
+
+def open_data(config: Config) -> Data:
+    """Open the datasets and settle what depends on them: `model.vocab_size`, if it is not given. Collective.
+
+    Raises DataError or ConfigError, on all ranks alike.
+    """
+    data = store.on_every_rank(lambda: _open_data(config))
+    index = data.train.index
+    if config.model.vocab_size is None:
+        config.model.vocab_size = index.vocab_size
+    if config.model.vocab_size < index.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={config.model.vocab_size} is less than the {index.vocab_size} token ids of "
+            f"data.train={config.data.train}; leave it out, or raise it"
+        )
+    return data
+
+
+def _open_data(config: Config) -> Data:
+    if config.data.train is None:
+        raise ConfigError("data.train is not set; give the folder of shards, for example data.train=shards/train")
+    train = ShardSet.open(config.data.train)
+    folder = Path(config.data.train) / TOKENIZER_FOLDER
+    if folder.is_dir():
+        check_tokenizer(train, Tokenizer.load(folder))
+    if "mask" not in train.index.special_ids:
+        raise ConfigError(f"data.train={config.data.train} has no mask token; build it with `refusion data shards`")
+    if config.data.validation is None:
+        return Data(train, None)
+    validation = ShardSet.open(config.data.validation)
+    if validation.index.tokenizer != train.index.tokenizer:
+        raise ConfigError(
+            f"data.validation={config.data.validation} was made with another tokenizer than data.train="
+            f"{config.data.train}; build both with the same"
+        )
+    return Data(train, validation)
+
+
+def make_run_objective(config: Config, dataset: ShardSet) -> Objective:
+    """The objective of the run, with the special ids of its data."""
+    special = dataset.index.special_ids
+    return make_objective(config.objective, special["mask"], special["pad"])
+
+
+# ------------------------------------------------------------------------------------------------------ run folder
+
+
+@contextmanager
+def own_folder(config: Config) -> Iterator[None]:
+    """Make the run folder and hold it: no second training can write into it meanwhile. Collective.
+
+    Raises ConfigError if it is held already, or if it holds a run that `checkpoint.resume: none` must not touch.
+    """
+    with ExitStack() as stack:
+        store.on_first_rank(lambda: _take_folder(config, stack))
+        yield
+
+
+def _take_folder(config: Config, stack: ExitStack) -> None:
+    folder = Path(config.run_dir)
+    if config.checkpoint.resume == "none":
+        for name in (store.CHECKPOINTS, METRICS, CONFIG):
+            if (folder / name).exists():
+                raise ConfigError(
+                    f"run_dir={folder} holds a run already ({name}) and checkpoint.resume=none; give another run_dir, "
+                    "or checkpoint.resume=auto to go on with it"
+                )
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = stack.enter_context(open(folder / _LOCK, "a+"))  # noqa: SIM115 - it is one
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back by the system when the process ends
+    except BlockingIOError:
+        lock.seek(0)
+        raise ConfigError(
+            f"run_dir={folder} is in use by another training ({lock.read().strip() or 'unknown'}); wait for it, "
+            "or give another run_dir"
+        ) from None
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    lock.flush()
+
+
+def find_checkpoint(config: Config, data: Data) -> tuple[Path | None, TrainState]:
+    """The newest good checkpoint, which must be of this very run, and its progress; else a fresh start. Collective.
+
+    Raises CheckpointError if no checkpoint is good, ConfigError for a change that would make it another run.
+    """
+    folder = store.on_first_rank(lambda: store.latest_good(store.checkpoints_of(config.run_dir)))
+    if folder is None:
+        return None, TrainState()
+    saved = store.on_first_rank(lambda: store.read_state(folder))
+    changes = check_unchanged(saved, config, data.train, folder)
+    if changes and dist.get_rank() == 0:
+        logger.warning("going on from %s with changes: %s", folder.name, ", ".join(changes))
+    return folder, TrainState.from_dict(saved)
+
+
+def is_finished(config: Config, data: Data, state: TrainState) -> bool:
+    """Whether there is nothing left to do, the last validation included. Collective."""
+    if state.step < config.train.steps:
+        return False
+    if data.validation is None or state.step > config.train.steps:
+        return True
+    return store.on_first_rank(lambda: has_validation(config.run_dir, state.step))
+
+
+# ----------------------------------------------------------------------------------------------------------- parts
+
+
+@contextmanager
+def assemble(
+    config: Config, groups: Groups, data: Data, checkpoint: Path | None, state: TrainState, stop: StopSignals
+) -> Iterator[Run]:
+    """Build model, engine, loader and reports, restored from `checkpoint`, and close them at the end. Collective."""
+    objective = make_run_objective(config, data.train)
+    chunks = build_model_chunks(config, groups, objective.bidirectional)
+    engine = Engine(config, groups, chunks, param_groups(chunks, config.train.weight_decay))
+    if checkpoint is not None:
+        layout.restore(engine, lambda tensors: store.load(checkpoint, tensors))
+    host_group = _host_group(groups)
+    store.on_first_rank(lambda: _write_config(config))
+    loader = TrainLoader(data.train, config, objective, groups.dp_rank, groups.dp_size, state.cursor)
+    with loader, Telemetry(config, first_step=state.step, active=groups.rank == 0) as telemetry:
+        if checkpoint is not None:
+            telemetry.say(f"going on from {checkpoint}")
+        yield Run(config, groups, host_group, data, engine, loader, telemetry, state, stop, saved_step=state.step)
+
+
+def _host_group(groups: Groups) -> dist.ProcessGroup | None:
+    """A group for numbers that are needed on the host, so that exchanging them does not wait for the device."""
+    if groups.device.type == "cpu":
+        return None
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup), "every rank belongs to the group of all ranks"
+    return group
+
+
+def _write_config(config: Config) -> None:
+    file = Path(config.run_dir) / CONFIG
+    aside = file.with_name(f"{CONFIG}.tmp")
+    aside.write_text(to_yaml(config), encoding="utf-8")
+    os.replace(aside, file)

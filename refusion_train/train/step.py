@@ -1,0 +1,121 @@
+"""One optimizer step: count, weigh, forward and backward, update, report.
+
+The normalisers of the loss are summed over the global batch before the first forward pass, so the loss is
+sum(weight * cross entropy) with final weights, and any split into ranks and micro-batches has the same gradient.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from refusion_train.config import ObjectiveConfig
+from refusion_train.data.loader import StepBatch
+from refusion_train.model.batch import DeviceBatch, to_device
+from refusion_train.model.loss import BUCKETS, STAT_NAMES
+from refusion_train.objective.batch import CLEAN, CLEAN_TARGETS, DOCUMENTS, MASKED, RESPONSE_TOKENS
+from refusion_train.telemetry import peak_memory_mb
+from refusion_train.train.optim import learning_rate
+
+if TYPE_CHECKING:
+    from refusion_train.train.setup import Run
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of a global batch: `targets` float64 [3] (as `Batch.counts`) and tokens; the largest memory of any rank in MB;
+    whether any rank has been asked to stop. The same on all ranks."""
+
+    targets: np.ndarray
+    tokens: int
+    memory_mb: float
+    stop: bool
+
+
+def exchange_counts(run: Run, batch: StepBatch) -> Counts:
+    """What all ranks must know before they begin a step. Collective, on the host."""
+    mine = torch.tensor([*batch.counts, batch.tokens, run.stop.requested, peak_memory_mb()], dtype=torch.float64)
+    everyone = torch.empty(run.groups.world_size, len(mine), dtype=torch.float64)
+    dist.all_gather(list(everyone.unbind()), mine, group=run.host_group)
+    copies = run.groups.world_size // run.groups.dp_size  # all ranks of one copy of the model have the same rows
+    *targets, tokens, stops, _ = (everyone.sum(dim=0) / copies).tolist()
+    return Counts(np.array(targets), round(tokens), everyone[:, -1].max().item(), stops > 0)
+
+
+def train_step(run: Run, batch: StepBatch, counts: Counts, began: float) -> dict[str, Any]:
+    """Train on a global batch, of which `batch` is this rank's part, and advance `run.state`. Collective.
+
+    began: `time.perf_counter()` when the step began, before it waited for its batch.
+    Returns the step's row of metrics.jsonl. Raises TrainingError after too many steps in a row that were not finite.
+    """
+    config, state = run.config, run.state
+    micro_batches = weigh(batch, config.objective, counts.targets, run.groups.dp_size, run.groups.device)
+    statistics = run.engine.forward_backward(micro_batches)
+    rate = learning_rate(config.train, state.step)
+    result = run.engine.step(rate)
+    totals = dict(zip(STAT_NAMES, result.statistics.tolist(), strict=True))
+    state.advance(batch.cursor, counts.tokens, totals["count_clean"] + totals["count_masked"], result.skipped)
+    seconds = time.perf_counter() - began
+    row = {
+        "step": state.step, "tokens": state.tokens, "supervised_tokens": state.supervised_tokens,
+        **losses(totals, config.objective), "grad_norm": result.grad_norm, "lr": rate,
+        "tokens_per_s": counts.tokens / seconds, "step_s": seconds, "memory_mb": counts.memory_mb,
+        "epoch": batch.epoch, "skipped": state.skipped, "mdm_buckets": bucket_losses(totals),
+        **run.utilisation(counts.tokens / seconds),
+    }  # fmt: skip
+    if result.skipped:
+        run.report_skipped(batch.describe().partition(", ")[2], bool(statistics.isfinite().all()))
+    return row
+
+
+def weigh(
+    batch: StepBatch, objective: ObjectiveConfig, counts: np.ndarray, dp_size: int, device: torch.device
+) -> list[DeviceBatch]:
+    """The micro-batches with final weights. counts: float64 [3], of the global batch.
+
+    With `normalization: micro_batch` (the paper's code) each micro-batch has means of its own, which are averaged.
+    """
+    scales = kind_scales(objective, counts)
+    weighed = []
+    for micro_batch in batch.micro_batches:
+        if objective.normalization == "micro_batch":
+            own = kind_scales(objective, micro_batch.counts.sum(axis=0))
+            scales = own / np.float32(len(batch.micro_batches) * dp_size)
+        weights = micro_batch.loss_weight * scales[micro_batch.target_kind]
+        weighed.append(to_device(micro_batch, weights, device))
+    return weighed
+
+
+def kind_scales(objective: ObjectiveConfig, counts: np.ndarray) -> np.ndarray:
+    """Factor from weight before normalisation to final weight, float32 [3], by kind of target.
+
+    counts: float64 [3] clean targets, response tokens, documents with a response. A part without any is 0.
+    """
+    by_token = objective.normalization == "token"
+    clean, masked = counts[CLEAN_TARGETS], counts[RESPONSE_TOKENS if by_token else DOCUMENTS]
+    scales = np.zeros(3, dtype=np.float32)
+    scales[CLEAN] = objective.ar_weight / clean if clean else 0.0
+    scales[MASKED] = objective.mdm_weight / masked if masked else 0.0
+    return scales
+
+
+def losses(totals: dict[str, float], objective: ObjectiveConfig) -> dict[str, float]:
+    """The loss that is minimised, and its two parts without their weights (0 for a part that has weight 0)."""
+    ar, mdm = objective.ar_weight, objective.mdm_weight
+    return {
+        "loss": totals["loss"],
+        "loss_ar": totals["weighted_clean"] / ar if ar else 0.0,
+        "loss_mdm": totals["weighted_masked"] / mdm if mdm else 0.0,
+    }
+
+
+def bucket_losses(totals: dict[str, float]) -> list[float | None]:
+    """Mean cross entropy of masked targets by tenth of the mask probability; None where there was none."""
+    pairs = ((totals[f"bucket_ce_{i}"], totals[f"bucket_count_{i}"]) for i in range(BUCKETS))
+    return [ce / count if count and math.isfinite(ce) else None for ce, count in pairs]
