@@ -33,7 +33,7 @@ TRAIN, VALIDATION = "train", "validation"
 BROKEN_FILE = "broken-lines.txt"
 
 # Documents are encoded in batches; two are under way while the next one is read.
-_BATCH_CHARACTERS, _BATCH_DOCUMENTS, _BATCHES_AHEAD = 4 << 20, 4096, 2
+_BATCH_CHARACTERS, _BATCH_DOCUMENTS, _BATCHES_AHEAD = 1 << 20, 4096, 2
 _EXAMPLES = 20
 
 

@@ -61,7 +61,7 @@ def train_tokenizer(
     vocab_size: int,
     model_type: Literal["bpe", "unigram"] = "bpe",
     *,
-    sample_bytes: int = 256 << 20,
+    sample_bytes: int = 64 << 20,
     character_coverage: float = 0.9995,
     split_digits: bool = True,
     text_field: str = "text",

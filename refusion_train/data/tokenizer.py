@@ -34,6 +34,7 @@ SPECIAL_PIECES = {"pad": "<pad>", "unk": "<unk>", "bos": "<s>", "eos": "</s>", "
 _SPACE = "\u2581"
 # A space after something that is not a space: no piece reaches across it (checked per vocabulary).
 _SAFE_CUT = re.compile(r"(?<=[^ ]) ")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 # Texts are encoded in segments: SentencePiece's BPE takes 1.5x as long on whole files of source code (its queue
 # leaves the cache) and 100 bytes and more per character, whatever the kind.
 _BPE_SEGMENT = 1500
@@ -186,11 +187,13 @@ class Tokenizer:
             ends.append(len(segments))
         try:
             arrays: list[np.ndarray] = self._sp.encode(segments, return_type="numpy", num_threads=max(1, threads))
-        except UnicodeEncodeError:
+        except TypeError:  # what SentencePiece says of a string that has no UTF-8
+            if not any(_SURROGATE.search(text) for text in texts):
+                raise
             raise DataError("a text holds a lone surrogate (half a UTF-16 pair), which is no Unicode text") from None
         if literal_space:
             arrays = [self._space_bytes if s == _SPACE else ids for s, ids in zip(segments, arrays, strict=True)]
-        starts = [0, *ends[:-1]]
+        starts = [0, *ends][: len(ends)]
         return [
             arrays[start] if end - start == 1 else np.concatenate(arrays[start:end])
             for start, end in zip(starts, ends, strict=True)
