@@ -1,0 +1,235 @@
+"""The decoders' logic without a model: scripted predictions, and properties under random ones."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refusion_train.hf.cache import Query
+from refusion_train.hf.decoding import DECODERS, Prediction, Settings, SlotDecoder
+
+MASK, END, PROMPT = 99, 80, [50, 51, 52]
+
+
+class FakeCache:
+    """Counts what is committed."""
+
+    length = 0
+
+    def commit(self, count: int) -> None:
+        assert count > 0, "a commit of nothing"
+        self.length += count
+
+
+def _drive(decoder, answer: Callable[[Query], Prediction]) -> list[Query]:
+    """Run a decoder on `answer`; returns the queries."""
+    queries = []
+    steps = decoder.steps()
+    try:
+        query = next(steps)
+        while True:
+            queries.append(query)
+            query = steps.send(answer(query))
+    except StopIteration:
+        return queries
+
+
+def _answer(
+    query: Query, draft: Callable[[int], tuple[int, float]], verify: Callable[[int, int], float],
+    after: Callable[[int], int] = lambda position: 60,
+) -> Prediction:  # fmt: skip
+    """Scripted model. draft(position): token and confidence at a mask; verify(position of a token, next token): its
+    left-to-right probability; after(position): the left-to-right prediction behind the token there."""
+    tokens, sure, targets = [], [], []
+    rows = range(len(query.tokens)) if query.wanted is None else query.wanted
+    for row in rows:
+        position = query.positions[row]
+        token, probability = draft(position) if query.tokens[row] == MASK else (after(position), 0.01)
+        tokens.append(token)
+        sure.append(probability)
+        target = query.targets[row] if query.targets else -1
+        targets.append(verify(position, target) if target >= 0 else 0.0)
+    return Prediction(tokens, sure, targets)
+
+
+def _decode(
+    new: int, draft, verify, after=lambda position: 60, **options
+) -> tuple[SlotDecoder, list[Query], FakeCache]:
+    cache = FakeCache()
+    values = Settings(mask_id=MASK, end_ids=(END,), max_new_tokens=new, slot_size=4, **options)
+    values.validate()
+    decoder = SlotDecoder(PROMPT, values, cache)
+    queries = _drive(decoder, lambda query: _answer(query, draft, verify, after))
+    return decoder, queries, cache
+
+
+def test_everything_sure_and_accepted_takes_one_plan_and_one_pass() -> None:
+    decoder, queries, cache = _decode(12, lambda p: (p, 0.95), lambda p, t: 0.9)
+    assert decoder.tokens == list(range(3, 15))
+    assert [len(q.tokens) for q in queries] == [3, 12, 12]
+    assert cache.length == 15
+
+
+def test_only_the_leading_run_is_kept_and_the_rest_is_planned_again() -> None:
+    # The slot at 7..10 is rejected at its second token; the one behind it is accepted but not kept.
+    _, queries, cache = _decode(12, lambda p: (p, 0.95), lambda p, t: 0.1 if p == 7 and t == 8 else 0.9)
+    assert queries[2].positions == list(range(3, 15))
+    assert queries[3].positions == list(range(7, 15)) and set(queries[3].tokens) == {MASK}
+    # Then the rejected slot leads: infill of both, side by side behind the same prefix.
+    assert queries[5].runs == [4, 4] and queries[5].starts == [0, 4]
+    assert cache.length == 15
+
+
+def test_correction_ar_takes_the_prediction_that_rejected() -> None:
+    decoder, queries, _ = _decode(
+        4, lambda p: (p, 0.95), lambda p, t: 0.9 if t in (4, 70, 71) else 0.1, after=lambda p: 70 if p == 4 else 71
+    )
+    assert decoder.tokens == [3, 4, 70, 71]
+    assert [q.tokens for q in queries[2:]] == [[3, 4, 5, 6], [3, 4, 70, 71]]
+
+
+def test_redraft_keeps_the_accepted_prefix_and_masks_the_rest() -> None:
+    decoder, queries, _ = _decode(4, lambda p: (p, 0.95), lambda p, t: 0.9 if t == 4 else 0.1, correction="redraft")
+    assert decoder.tokens == [3, 4, 5, 6]
+    assert [q.tokens for q in queries[2:]] == [
+        [3, 4, 5, 6], [3, 4, MASK, MASK], [3, 4, 5, 6], [3, 4, 5, MASK], [3, 4, 5, 6]
+    ]  # fmt: skip
+
+
+def test_first_token_from_the_left_when_it_is_surer() -> None:
+    sure = {"left": 0.5}
+
+    def answer(query: Query) -> Prediction:
+        seen = _answer(query, lambda p: (p, 0.2), lambda p, t: 0.9)
+        if query.tokens[0] != MASK:
+            seen.probabilities = [sure["left"]] * len(seen.tokens)
+        return seen
+
+    for left, first in ((0.5, 60), (0.1, 3)):
+        sure["left"] = left
+        for allowed in (True, False):
+            values = Settings(mask_id=MASK, max_new_tokens=4, slot_size=4, first_from_ar=allowed)
+            decoder = SlotDecoder(PROMPT, values, FakeCache())
+            _drive(decoder, answer)
+            assert decoder.tokens[0] == (first if allowed else 3)
+
+
+def test_exact_kv_adds_one_pass_over_slots_completed_side_by_side() -> None:
+    plain = _decode(8, lambda p: (p, 0.95), lambda p, t: 0.1)[1]
+    exact = _decode(8, lambda p: (p, 0.95), lambda p, t: 0.1, exact_kv=True)[1]
+    assert len(exact) == len(plain) + 1
+    assert exact[-1].runs == [8]
+
+
+def test_text_behind_the_earliest_end_is_not_generated_but_slots_before_it_are() -> None:
+    # The second slot is surest and holds the end token at its second place; the first is unsure, the third surer.
+    confidence = {3: 0.3, 7: 0.6, 11: 0.5}
+    decoder, queries, cache = _decode(
+        12, lambda p: (END if p == 8 else p, confidence.get(p, 0.9)), lambda p, t: 0.9, slot_threshold=0.9
+    )
+    assert decoder.end == 5
+    assert decoder.tokens[:6] == [3, 4, 5, 6, 7, END]
+    assert decoder.tokens[6:] == [MASK] * 6
+    planned = [q.positions for q in queries if set(q.tokens) == {MASK}]
+    assert planned == [list(range(3, 15)), list(range(3, 7))]
+    # The prompt, the cut slot (two tokens), then the slot before it.
+    assert cache.length == 3 + 2 + 4
+
+
+def test_later_blocks_are_not_begun_behind_an_end() -> None:
+    decoder, queries, _ = _decode(8, lambda p: (END if p == 6 else p, 0.95), lambda p, t: 0.9, num_blocks=2)
+    assert decoder.end == 3
+    assert max(max(q.positions) for q in queries) == 6
+
+
+def test_an_end_token_that_is_not_accepted_ends_nothing() -> None:
+    decoder, _, _ = _decode(
+        4, lambda p: (END if p == 5 else p, 0.95), lambda p, t: 0.1 if t == END else 0.9, after=lambda p: 60
+    )
+    assert decoder.end is None
+    assert END not in decoder.tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_new_tokens": 12, "slot_size": 4, "num_blocks": 2}, ["num_blocks=2", "slot_size=4", "multiple of 8"]),
+        ({"decoding": "slot"}, ["decoding=slot", "plan_and_infill"]),
+        ({"correction": "none"}, ["correction=none", "redraft"]),
+        ({"max_new_tokens": 0}, ["max_new_tokens=0"]),
+        ({"slot_size": 0}, ["slot_size=0"]),
+        ({"top_p": 0.0}, ["top_p=0.0"]),
+        ({"temperature": -1.0}, ["temperature=-1.0"]),
+        ({"decoding": "mdm", "max_new_tokens": 10, "num_blocks": 3}, ["num_blocks=3"]),
+        ({"decoding": "mdm", "max_new_tokens": 12, "num_blocks": 3, "steps": 4}, ["steps=4"]),
+        ({"decoding": "mdm", "max_new_tokens": 12, "num_blocks": 3, "steps": 15}, ["steps=15"]),
+    ],
+)
+def test_what_cannot_work_is_refused(options: dict, words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        Settings(mask_id=MASK, **options).validate()
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_the_region_is_rounded_up_to_whole_slots() -> None:
+    assert Settings(mask_id=MASK, max_new_tokens=9, slot_size=4).region == 12
+    assert Settings(mask_id=MASK, max_new_tokens=9, slot_size=4, decoding="left_to_right").region == 9
+
+
+@st.composite
+def _options(draw) -> Settings:
+    decoding = draw(st.sampled_from(["plan_and_infill", "plan_and_infill", "left_to_right", "mdm"]))
+    size, blocks, slots = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    region = size * blocks * slots
+    shorter = draw(st.integers(0, size - 1)) if decoding == "plan_and_infill" else 0
+    return Settings(
+        mask_id=MASK, end_ids=draw(st.sampled_from([(), (7,), (7, 8)])), decoding=decoding,
+        max_new_tokens=region - shorter, slot_size=size, num_blocks=blocks,
+        slot_threshold=draw(st.floats(0, 1)), token_threshold=draw(st.floats(0, 1)),
+        correction=draw(st.sampled_from(["ar", "redraft"])), exact_kv=draw(st.booleans()),
+        first_from_ar=draw(st.booleans()), steps=draw(st.sampled_from([None, blocks])),
+    )  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(_options(), st.integers(0, 2**32), st.integers(1, 6))
+def test_under_random_predictions(values: Settings, seed: int, prompt: int) -> None:
+    """No token lost, doubled or left masked; positions a permutation; an end cuts; the work is bounded."""
+    values.validate()
+    rng = random.Random(seed)
+    cache = FakeCache()
+    decoder = DECODERS[values.decoding]([50] * prompt, values, cache)
+    decided: dict[int, int] = {}
+
+    def answer(query: Query) -> Prediction:
+        assert len(query.tokens) == len(query.positions) == sum(query.runs)
+        assert len(set(query.positions)) == len(query.positions), "a position twice in one forward"
+        assert max(query.positions) < prompt + values.region
+        spans = sorted(zip(query.starts, query.runs, strict=True))
+        assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(spans)), "runs overlap"
+        for offset, token in enumerate(decoder.tokens):
+            if token != MASK:
+                assert decided.setdefault(offset, token) == token, "a decided token changed"
+        count = len(query.tokens) if query.wanted is None else len(query.wanted)
+        return Prediction(
+            [rng.randrange(20) for _ in range(count)], [rng.random() for _ in range(count)],
+            [rng.random() for _ in range(count)],
+        )  # fmt: skip
+
+    queries = _drive(decoder, answer)
+    stop = values.region if decoder.end is None else decoder.end + 1
+    assert MASK not in decoder.tokens[:stop]
+    assert (decoder.end is None) == (not set(decoder.tokens[:stop]) & set(values.end_ids))
+    if decoder.end is not None:
+        assert set(decoder.tokens[: stop - 1]).isdisjoint(values.end_ids), "not the earliest end token"
+    assert all(token < 20 for token in decoder.tokens[:stop])
+    if values.decoding == "plan_and_infill":
+        slots = values.region // values.slot_size
+        assert stop <= cache.length - prompt <= values.region
+        assert len(queries) <= 1 + slots * (3 + 2 * values.slot_size)
