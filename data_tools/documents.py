@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import codecs
 import glob
-import gzip
 import io
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, BinaryIO, cast
+from typing import IO, BinaryIO, Protocol
 
 import orjson
 import zstandard
@@ -36,7 +35,7 @@ _REFUSED = {
     ".tar": "unpack it",
 }
 # A small feed, because a few bytes of zstd can expand to thousands of times as many.
-_ZSTD_FEED = 8 << 10
+_FEED, _BUFFER = 8 << 10, 256 << 10
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ class Corpus:
                 too_long = len(line) > self._limit and not line.endswith(b"\n")
                 if too_long:
                     _skip_line(stream)
-            except _DAMAGE as error:
+            except _Damage as error:
                 yield Broken(file.path, number, f"the compressed file is damaged from here on ({error})")
                 return
             if not line:
@@ -162,7 +161,7 @@ class Corpus:
     def _text(self, file: CorpusFile, stream: IO[bytes]) -> Iterator[Document | Broken]:
         try:
             data = stream.read(self._limit + 1)
-        except _DAMAGE as error:
+        except _Damage as error:
             yield Broken(file.path, 1, f"the compressed file is damaged ({error})")
             return
         if len(data) > self._limit:
@@ -235,28 +234,35 @@ class _Damage(Exception):
     """A compressed stream that cannot be decoded any further."""
 
 
-_DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError, _Damage)
+class _Decoder(Protocol):
+    """What zlib's and zstandard's decompression objects share: one member or frame each."""
+
+    @property
+    def eof(self) -> bool: ...
+    @property
+    def unused_data(self) -> bytes: ...
+    def decompress(self, data: bytes, /) -> bytes: ...
 
 
 def _decompressed(raw: BinaryIO, compression: str) -> IO[bytes]:
     if compression == ".gz":
-        return cast(IO[bytes], io.BufferedReader(gzip.GzipFile(fileobj=raw, mode="rb"), 1 << 18))
+        return io.BufferedReader(_Decompressed(raw, lambda: zlib.decompressobj(wbits=31), padding=b"\0"), _BUFFER)
     if compression == ".zst":
-        return io.BufferedReader(_ZstdStream(raw), 1 << 18)
+        context = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+        return io.BufferedReader(_Decompressed(raw, lambda: context.decompressobj()), _BUFFER)
     return raw
 
 
-class _ZstdStream(io.RawIOBase):
-    """Decompressed bytes of a .zst file of any number of frames.
+class _Decompressed(io.RawIOBase):
+    """Decompressed bytes of a file of any number of members (.gz) or frames (.zst); `_Damage` where it is damaged.
 
-    zstandard's own stream reader takes a file that was cut short for its end; that would lose documents silently.
+    zstandard's own stream reader takes a file that was cut short for its end, which would lose documents silently, and
+    gzip's loses what comes before the damage. `padding`: what may stand between members.
     """
 
-    def __init__(self, raw: BinaryIO):
-        self._raw = raw
-        self._context = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-        self._frame = self._context.decompressobj()
-        self._fresh = True  # nothing of the current frame has been read
+    def __init__(self, raw: BinaryIO, new_decoder: Callable[[], _Decoder], padding: bytes = b""):
+        self._raw, self._new_decoder, self._padding = raw, new_decoder, padding
+        self._decoder: _Decoder | None = None  # None: at the beginning of a member
         self._feed = b""
         self._ready = memoryview(b"")
 
@@ -265,20 +271,28 @@ class _ZstdStream(io.RawIOBase):
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
         while not self._ready:
-            self._feed = self._feed or self._raw.read(_ZSTD_FEED)
+            self._feed = self._feed or self._raw.read(_FEED)
+            if self._decoder is None and self._padding:
+                more = len(self._feed) > 0
+                self._feed = self._feed.lstrip(self._padding)
+                if more and not self._feed:
+                    continue
             if not self._feed:
-                if self._fresh:
+                if self._decoder is None:
                     return 0
-                raise _Damage("it ends within a frame")
-            out = self._frame.decompress(self._feed)
-            self._fresh = False
-            self._feed = b""
-            if self._frame.eof:
-                self._feed = self._frame.unused_data
-                self._frame = self._context.decompressobj()
-                self._fresh = True
-            self._ready = memoryview(out)
+                raise _Damage("it ends too early")
+            self._decode()
         size = min(len(buffer), len(self._ready))
         buffer[:size] = self._ready[:size]
         self._ready = self._ready[size:]
         return size
+
+    def _decode(self) -> None:
+        decoder = self._decoder = self._decoder or self._new_decoder()
+        feed, self._feed = self._feed, b""
+        try:
+            self._ready = memoryview(decoder.decompress(feed))
+        except (zlib.error, zstandard.ZstdError) as error:
+            raise _Damage(str(error)) from None
+        if decoder.eof:
+            self._feed, self._decoder = decoder.unused_data, None

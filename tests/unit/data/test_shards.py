@@ -50,8 +50,8 @@ def read(dataset: ShardSet) -> list[tuple[list[int], int]]:
     for i in range(dataset.blocks):
         block = dataset.block(i)
         assert block.first_document == len(found) == dataset.first_documents[i]
-        for d in range(len(block.prompts)):
-            found.append((block.tokens[block.offsets[d] : block.offsets[d + 1]].tolist(), int(block.prompts[d])))
+        ends = zip(block.offsets[:-1], block.offsets[1:], block.prompts.tolist(), strict=True)
+        found += [(block.tokens[start:end].tolist(), prompt) for start, end, prompt in ends]
     return found
 
 
@@ -266,7 +266,7 @@ def test_a_missing_shard_is_named(dataset: ShardSet) -> None:
     dataset.block(0)
     first_shard(dataset).unlink()
     for access in (lambda: ShardSet.open(dataset.path), lambda: dataset.block(0)):
-        with pytest.raises(DataError, match="shard train-000000.tar is missing"):
+        with pytest.raises(DataError, match=r"shard train-000000.tar is missing"):
             access()
 
 
@@ -297,7 +297,7 @@ def test_a_block_outside_its_shard_is_an_error(dataset: ShardSet) -> None:
     index = json.loads(path.read_bytes())
     index["shards"][0]["blocks"][0]["tokens_offset"] = 10**9
     path.write_text(json.dumps(index))
-    with pytest.raises(DataError, match="places block train-000000-000000 outside shard train-000000.tar"):
+    with pytest.raises(DataError, match=r"places block train-000000-000000 outside shard train-000000.tar"):
         ShardSet.open(dataset.path).block(0)
 
 

@@ -148,7 +148,7 @@ def test_a_folder_that_is_no_tokenizer(copied: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no tokenizer in '.*nowhere': tokenizer.model is missing"):
         Tokenizer.load(tmp_path / "nowhere")
     (copied / META_FILE).unlink()
-    with pytest.raises(DataError, match="refusion_tokenizer.json is missing"):
+    with pytest.raises(DataError, match=r"refusion_tokenizer.json is missing"):
         Tokenizer.load(copied)
 
 
@@ -156,7 +156,7 @@ def test_a_changed_model_is_noticed(copied: Path) -> None:
     model = bytearray((copied / MODEL_FILE).read_bytes())
     model[len(model) // 2] ^= 1
     (copied / MODEL_FILE).write_bytes(model)
-    with pytest.raises(DataError, match="is not the file that refusion_tokenizer.json describes"):
+    with pytest.raises(DataError, match=r"is not the file that refusion_tokenizer.json describes"):
         Tokenizer.load(copied)
 
 
