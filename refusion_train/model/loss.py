@@ -64,7 +64,9 @@ class LanguageModelHead(torch.nn.Module):
 
         hidden: [m, hidden], the supervised rows only (m may be 0); labels: int64 [m]; weights: float32 [m].
         """
-        loss, entropy = _HeadLoss.apply(hidden, self.weight, labels, weights, self.part)  # type: ignore[misc]
+        loss, entropy = _HeadLoss.apply(  # type: ignore[misc]
+            hidden, self.weight, labels, weights, self.part, torch.is_grad_enabled()
+        )
         return loss, entropy
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -81,14 +83,14 @@ class _HeadLoss(torch.autograd.Function):
         labels: torch.Tensor,
         weights: torch.Tensor,
         part: VocabularyPart,
+        differentiate: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        want_hidden, want_weight = (differentiate and wanted for wanted in ctx.needs_input_grad[:2])
         matrix = weight[: part.size]
         rows = hidden.shape[0]
         entropy = torch.empty(rows, dtype=torch.float32, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = (
-            torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if ctx.needs_input_grad[1] else None
-        )
+        grad_hidden = torch.empty_like(hidden) if want_hidden else None
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if want_weight else None
         for start in range(0, rows, chunk := chunk_rows(part.size, hidden.device)):
             span = slice(start, start + chunk)
             logits, normaliser, entropy[span] = _softmax_terms(hidden[span] @ matrix.t(), labels[span], part)
@@ -111,7 +113,7 @@ class _HeadLoss(torch.autograd.Function):
         for grad in (grad_hidden, grad_weight):
             if grad is not None:
                 grad.mul_(scale)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def chunk_rows(vocabulary: int, device: torch.device) -> int:
