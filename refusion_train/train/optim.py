@@ -38,7 +38,7 @@ def learning_rate(train: TrainConfig, step: int) -> float:
     cosine and wsd end exactly at m on the last step, and stay there if a run goes on.
     """
     done, warmup = step + 1, train.warmup_steps
-    if done < warmup:
+    if done <= warmup:
         return train.lr * done / warmup
     lowest = train.lr * train.min_lr_ratio
     if train.schedule == "cosine":
