@@ -10,6 +10,7 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -36,10 +37,11 @@ def run(function: Callable[..., Any], count: int, *args: Any, timeout_s: float =
     _start_server()
     context = multiprocessing.get_context("forkserver")
     port = _free_port()
+    call = pickle.dumps((function, args))  # by value: torch's own way leaves tensors in the sender's memory
     processes, pipes = [], []
     for rank in range(count):
         mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_main, args=(theirs, function, args, rank, count, port), daemon=True)
+        process = context.Process(target=_main, args=(theirs, call, rank, count, port), daemon=True)
         process.start()
         theirs.close()
         processes.append(process)
@@ -85,15 +87,14 @@ def _collect(pipes: list[multiprocessing.connection.Connection], timeout_s: floa
 def _receive(pipe: multiprocessing.connection.Connection) -> tuple[float, str | None, Any]:
     """(time, traceback or None, result) of a rank; a rank that died without a word failed last."""
     try:
-        return pipe.recv()
+        return pickle.loads(pipe.recv_bytes())
     except EOFError:
         return float("inf"), "the process ended without a result (killed?)", None
 
 
 def _main(
     pipe: multiprocessing.connection.Connection,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
+    call: bytes,
     rank: int,
     count: int,
     port: int,
@@ -105,10 +106,11 @@ def _main(
 
     torch.set_num_threads(1)
     try:
-        message = (time.time(), None, function(*args))
+        function, args = pickle.loads(call)
+        message = pickle.dumps((time.time(), None, function(*args)))
     except BaseException:
-        message = (time.time(), traceback.format_exc(), None)
-    pipe.send(message)
+        message = pickle.dumps((time.time(), traceback.format_exc(), None))
+    pipe.send_bytes(message)
     pipe.close()
     # A rank that failed leaves the others in the middle of a collective: end without waiting for them.
     sys.stdout.flush()

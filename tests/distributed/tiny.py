@@ -1,0 +1,171 @@
+"""A model small enough to train in a second, random batches for it, and runs of it on any layout of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from refusion_train.checkpoint.layout import restore, tensors_to_save
+from refusion_train.checkpoint.sharded import ShardedEntry
+from refusion_train.config import Config, ModelConfig
+from refusion_train.model.batch import DeviceBatch, to_device
+from refusion_train.model.loss import STAT_INDEX
+from refusion_train.model.slot_model import SlotModel, build_model_chunks
+from refusion_train.objective.batch import Batch
+from refusion_train.parallel.engine import Engine
+from refusion_train.parallel.groups import Groups, destroy, init_groups
+
+VOCABULARY = 250  # padded to 256: the padding is part of what is tested
+DECAY = 0.1
+
+
+def tiny_config(**changes: Any) -> Config:
+    """Two layers, grouped queries, q/k norm; 8 rows of 32 tokens a step. `changes`: parallel__tensor=2 and the like."""
+    config = Config()
+    config.model = ModelConfig(
+        hidden_size=32, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, ffn_size=48,
+        vocab_size=VOCABULARY, init_std=0.1,
+    )  # fmt: skip
+    config.data.sequence_length, config.data.streams = 32, 8
+    config.train.global_batch_size, config.train.micro_batch_size = 8, 2
+    config.train.precision, config.train.lr, config.train.weight_decay = "fp32", 1e-3, DECAY
+    for name, value in changes.items():
+        section, key = name.split("__")
+        assert hasattr(getattr(config, section), key), f"no key {section}.{key}"
+        setattr(getattr(config, section), key, value)
+    return config
+
+
+def global_batch(config: Config, step: int) -> tuple[Batch, np.ndarray]:
+    """Rows of several documents with permuted positions and targets of both kinds, and their final weights."""
+    random = np.random.default_rng(1000 + step)
+    rows, length = config.train.global_batch_size, config.data.sequence_length
+    starts = np.zeros((rows, length), dtype=bool)
+    for row in starts:
+        row[random.choice(np.arange(1, length), 2, replace=False)] = True
+    kinds = random.integers(0, 3, (rows, length)).astype(np.uint8)
+    batch = Batch(
+        input_ids=random.integers(0, VOCABULARY, (rows, length)),
+        position_ids=np.stack([random.permutation(length) for _ in range(rows)]),
+        document_ids=np.cumsum(starts, axis=1, dtype=np.int32),
+        labels=random.integers(0, VOCABULARY, (rows, length)),
+        loss_weight=np.ones((rows, length), np.float32),
+        target_kind=kinds,
+        noise_bucket=random.integers(0, 10, (rows, length)).astype(np.uint8),
+        counts=np.zeros((rows, 3)),
+    )
+    weights = random.random((rows, length)) * (kinds != 0)
+    return batch, (weights / weights.sum()).astype(np.float32)
+
+
+def micro_batches(config: Config, step: int, dp_rank: int, dp_size: int) -> list[DeviceBatch]:
+    """This data-parallel rank's rows of the global batch of a step, in micro-batches."""
+    batch, weights = global_batch(config, step)
+    mine = np.arange(config.train.global_batch_size)[dp_rank::dp_size]
+    size = config.train.micro_batch_size
+    parts = [mine[start : start + size] for start in range(0, len(mine), size)]
+    return [to_device(_rows(batch, part), weights[part], torch.device("cpu")) for part in parts]
+
+
+def _rows(batch: Batch, index: np.ndarray) -> Batch:
+    return Batch(**{name: values[index] for name, values in vars(batch).items()})
+
+
+def param_groups(chunks: list[SlotModel]) -> list[dict[str, Any]]:
+    """Matrices decay, vectors do not."""
+    parameters = list(dict.fromkeys(p for chunk in chunks for p in chunk.parameters()))
+    decaying, others = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim < 2]
+    return [{"params": decaying, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+
+
+def start(config: Config) -> tuple[Groups, Engine]:
+    """Join the group and build the engine."""
+    groups = init_groups(config, timeout_s=60)
+    return groups, Engine(config, groups, build_model_chunks(config, groups, bidirectional=False), param_groups)
+
+
+def one_step(engine: Engine, step: int) -> tuple[float, float]:
+    """Loss and gradient norm of an optimizer step."""
+    groups = engine.groups
+    engine.forward_backward(micro_batches(engine.config, step, groups.dp_rank, groups.dp_size))
+    result = engine.step(engine.config.train.lr)
+    return result.statistics[STAT_INDEX["loss"]].item(), result.grad_norm
+
+
+@dataclass
+class Curve:
+    """What a run showed. curve: float64 [steps, 2], loss and norm; parts: what this rank would save, copied."""
+
+    curve: np.ndarray
+    parts: dict[str, tuple[tuple[int, ...], dict[tuple[int, ...], torch.Tensor]]]
+
+
+def train(config: Config, first: int = 0, last: int = 10, load: str | None = None, save: str | None = None) -> Curve:
+    """Steps first..last on this layout, from a checkpoint or the beginning; saved at the end if asked."""
+    from torch.distributed.checkpoint.state_dict_loader import load as read
+    from torch.distributed.checkpoint.state_dict_saver import save as write
+
+    _, engine = start(config)
+    if load is not None:
+        restore(engine, lambda tensors: read(tensors, checkpoint_id=load))
+        assert engine.optimizer_steps == first, f"{engine.optimizer_steps} steps restored instead of {first}"
+    curve = [one_step(engine, step) for step in range(first, last)]
+    tensors = tensors_to_save(engine)
+    if save is not None:
+        write(tensors, checkpoint_id=save)
+    parts = {
+        name: (tuple(entry.shape), {offsets: part.clone() for offsets, part in entry.parts.items()})
+        for name, entry in tensors.items()
+        if isinstance(entry, ShardedEntry)
+    }
+    destroy()
+    return Curve(np.array(curve), parts)
+
+
+def assemble(results: list[Curve]) -> dict[str, torch.Tensor]:
+    """The whole logical tensors from what all ranks would save; every element must come from exactly one rank."""
+    tensors: dict[str, torch.Tensor] = {}
+    counts: dict[str, torch.Tensor] = {}
+    for result in results:
+        for name, (shape, parts) in result.parts.items():
+            tensors.setdefault(name, torch.zeros(shape))
+            counts.setdefault(name, torch.zeros(shape))
+            for offsets, part in parts.items():
+                place = tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))
+                tensors[name][place] = part
+                counts[name][place] += 1
+    for name, count in counts.items():
+        assert (count == 1).all(), f"{name}: elements are saved {count.min():.0f} to {count.max():.0f} times"
+    return tensors
+
+
+def train_plainly(config: Config, steps: int = 10) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
+    """The reference: one process, torch's AdamW and clipping, no DeepSpeed, no schedule, no accumulation.
+
+    Loss and norm of every step, and the final logical weights.
+    """
+    groups = init_groups(config)
+    (model,) = build_model_chunks(config, groups, bidirectional=False)
+    train = config.train
+    optimizer = torch.optim.AdamW(param_groups([model]), lr=train.lr, betas=(train.beta1, train.beta2))
+    curve = []
+    for step in range(steps):
+        batch, weights = global_batch(config, step)
+        loss, _ = model(to_device(batch, weights, torch.device("cpu")))
+        optimizer.zero_grad()
+        loss.backward()
+        limit = train.clip or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        optimizer.step()
+        curve.append((loss.item(), norm.item()))
+    parameters = dict(model.named_parameters())
+    weights = {
+        piece.name: piece.take(parameters[name].detach()).clone()
+        for name, parts in model.pieces().items()
+        for piece in parts
+    }
+    destroy()
+    return np.array(curve), weights
