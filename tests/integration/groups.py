@@ -36,9 +36,12 @@ class Outcome:
 
 
 class Group:
-    """`count` ranks that train `config`; `output` is what rank 0 has printed."""
+    """`count` ranks that train `config`; `output` is what rank 0 has printed.
 
-    def __init__(self, config: Config, count: int, environment: dict[str, str] | None = None) -> None:
+    prepare: a function at module level that every rank calls first, to plant a fault.
+    """
+
+    def __init__(self, config: Config, count: int, prepare: Callable[[], None] | None = None) -> None:
         processes._start_server()
         context = multiprocessing.get_context("forkserver")
         folder = Path(config.run_dir).parent
@@ -50,9 +53,10 @@ class Group:
             mine, theirs = context.Pipe(duplex=False)
             place = {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port), **processes._ENVIRONMENT, **(environment or {}),
+                "MASTER_PORT": str(port), **processes._ENVIRONMENT,
             }  # fmt: skip
-            process = context.Process(target=_rank, args=(theirs, config, place, str(self._logs[rank])), daemon=True)
+            arguments = theirs, config, place, str(self._logs[rank]), prepare
+            process = context.Process(target=_rank, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(mine)
@@ -66,8 +70,10 @@ class Group:
     def alive(self) -> bool:
         return all(process.is_alive() for process in self._processes)
 
-    def signal(self, number: int, rank: int = 0) -> None:
-        os.kill(self._processes[rank].pid, number)
+    def signal(self, number: int, rank: int | None = None) -> None:
+        """Send a signal to one rank, or to all."""
+        for process in self._processes if rank is None else [self._processes[rank]]:
+            os.kill(process.pid, number)
 
     def kill(self) -> None:
         """SIGKILL to all ranks at once."""
@@ -97,7 +103,13 @@ class Group:
         return outcomes
 
 
-def _rank(pipe: multiprocessing.connection.Connection, config: Config, place: dict[str, str], log: str) -> None:
+def _rank(
+    pipe: multiprocessing.connection.Connection,
+    config: Config,
+    place: dict[str, str],
+    log: str,
+    prepare: Callable[[], None] | None,
+) -> None:
     os.environ.update(place)
     with open(log, "wb", buffering=0) as output:
         os.dup2(output.fileno(), 1)
@@ -108,6 +120,8 @@ def _rank(pipe: multiprocessing.connection.Connection, config: Config, place: di
     from refusion_train.train.loop import train
 
     try:
+        if prepare is not None:
+            prepare()
         outcome = Outcome(train(config))
     except RefusionError as error:
         outcome = Outcome(error.exit_code, str(error))
@@ -149,6 +163,12 @@ def wait_until(condition: Callable[[], Any], group: Group, every_s: float = 0.00
 def rows(config: Config) -> list[dict[str, Any]]:
     """All rows of the run's metrics."""
     return [json.loads(line) for line in Path(config.run_dir, "metrics.jsonl").read_text().splitlines()]
+
+
+def count_rows(config: Config) -> int:
+    """Whole rows written so far; the run may be going on."""
+    file = Path(config.run_dir, "metrics.jsonl")
+    return file.read_text().count("\n") if file.exists() else 0
 
 
 def training_rows(config: Config) -> list[dict[str, Any]]:

@@ -17,9 +17,11 @@ from groups import (
     training_rows,
     validation_rows,
 )  # fmt: skip
+from processes import run
 
 from refusion_train.checkpoint import store
 from refusion_train.config import Config, load
+from refusion_train.train.evaluate import evaluate_checkpoint
 
 KEYS = [
     "step", "tokens", "supervised_tokens", "loss", "loss_ar", "loss_mdm", "grad_norm", "lr", "tokens_per_s", "step_s",
@@ -190,3 +192,11 @@ def test_a_vocabulary_that_is_too_small_is_refused(again: Config) -> None:
     again.model.vocab_size = 300
     outcome = failed_group(again, 1)
     assert outcome.code == 2 and "model.vocab_size=300 is less than the 320 token ids" in outcome.error
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_evaluation_of_a_checkpoint_repeats_the_validation(undisturbed: Config, again: Config, count: int) -> None:
+    again.model.vocab_size = None
+    results = run(evaluate_checkpoint, count, again, undisturbed.run_dir)
+    assert {"step": 10, **results[0]} == pytest.approx(validation_rows(undisturbed)[-1], abs=1e-6)
+    assert all(result == results[0] for result in results)
