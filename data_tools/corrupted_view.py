@@ -62,7 +62,7 @@ def slot_sizes(packed: PackedDocuments, config: Config) -> np.ndarray | None:
     return draw_sizes(packed.keys, np.asarray(objective.slot_sizes, np.int64), shares[:-1] / shares[-1])
 
 
-def lines_of(positions: np.ndarray, kinds: np.ndarray, prompt: int, size: int, response_aligned: bool) -> list[Line]:
+def lines_of(positions: np.ndarray, kinds: np.ndarray, prompt: int, size: int) -> list[Line]:
     """Cut a document's part of a row into its prompt and its slots.
 
     positions: int64 [n] original positions in physical order; kinds: target kinds of the same tokens; prompt: tokens
@@ -71,8 +71,7 @@ def lines_of(positions: np.ndarray, kinds: np.ndarray, prompt: int, size: int, r
     lines = [Line("prompt", 0, prompt)] if prompt else []
     start = prompt
     while start < len(positions):
-        offset = int(positions[start]) - prompt if response_aligned else start - prompt
-        stop = min(len(positions), start + size - offset % size)
+        stop = min(len(positions), start + size)
         # The short last slot of a document may stand anywhere among the clean ones.
         jumps = np.flatnonzero(np.diff(positions[start:stop]) != 1)
         stop = start + int(jumps[0]) + 1 if len(jumps) else stop
@@ -99,9 +98,7 @@ def _show_piece(
     title = f"row {row}  document {pieces.documents[piece]}, tokens {offset} to {offset + length - 1}"
     title += "" if sizes is None else f"  slot size {size}"
     console.print(Text(title, style="bold"))
-    lines = lines_of(
-        batch.position_ids[part], batch.target_kind[part], int(packed.prompts[piece]), size, sizes is not None
-    )
+    lines = lines_of(batch.position_ids[part], batch.target_kind[part], int(packed.prompts[piece]), size)
     for line in lines if full else lines[:_LINES_SHOWN]:
         console.print(_line_text(batch, part, line, tokenizer), no_wrap=full, crop=False)
     if not full and len(lines) > _LINES_SHOWN:

@@ -253,7 +253,7 @@ def test_slots_shown_are_the_slots_of_the_objective(built: Path) -> None:
     for start, length, prompt, size in zip(packed.starts, packed.lengths, packed.prompts, sizes, strict=True):
         part = slice(int(start), int(start + length))
         kinds, positions = batch.target_kind.reshape(-1)[part], batch.position_ids.reshape(-1)[part]
-        for line in lines_of(positions, kinds, int(prompt), int(size), True)[1:]:
+        for line in lines_of(positions, kinds, int(prompt), int(size))[1:]:
             masked = kinds[line.start : line.stop] == MASKED
             assert masked.all() == masked.any() == (line.kind == "masked")
             assert (int(positions[line.start]) - int(prompt)) % int(size) == 0
@@ -262,18 +262,17 @@ def test_slots_shown_are_the_slots_of_the_objective(built: Path) -> None:
 
 
 def test_lines_of_cuts_at_slots_and_where_positions_jump() -> None:
-    positions = np.array([0, 1, 9, 10, 2, 3, 4, 5, 6, 7, 8])  # prompt of 1, slots of 4, the short last one first
-    kinds = np.array([0, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2])
-    positions[1:4] = [9, 10, 11]
-    positions[4:] = [1, 2, 3, 4, 5, 6, 7]
-    assert lines_of(positions, kinds, 1, 4, True) == [
+    # A prompt of 1 and slots of 4: the short last one, which is clean, and two masked ones.
+    positions = np.array([0, 9, 10, 1, 2, 3, 4, 5, 6, 7, 8])
+    kinds = np.array([0, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2])
+    assert lines_of(positions, kinds, 1, 4) == [
         Line("prompt", 0, 1),
-        Line("clean", 1, 4),
-        Line("masked", 4, 8),
-        Line("masked", 8, 11),
+        Line("clean", 1, 3),
+        Line("masked", 3, 7),
+        Line("masked", 7, 11),
     ]
-    assert lines_of(np.arange(3), np.zeros(3), 3, 4, True) == [Line("prompt", 0, 3)]
-    assert lines_of(np.arange(0), np.zeros(0), 0, 4, True) == []
+    assert lines_of(np.arange(3), np.zeros(3), 3, 4) == [Line("prompt", 0, 3)]
+    assert lines_of(np.arange(0), np.zeros(0), 0, 4) == []
 
 
 def test_rows_are_in_colour_and_shortened(built: Path) -> None:
