@@ -30,7 +30,7 @@ from refusion_train.errors import ConfigError
 from refusion_train.model.batch import to_device
 from refusion_train.model.loss import STAT_NAMES
 from refusion_train.model.slot_model import build_model_chunks
-from refusion_train.objective import make_objective
+from refusion_train.objective import Objective, make_objective
 from refusion_train.objective.batch import RESPONSE_TOKENS
 from refusion_train.parallel.engine import Engine
 from refusion_train.parallel.groups import Groups, destroy, init_groups
@@ -50,41 +50,46 @@ def evaluate(
     """
     results: dict[str, float] = {}
     if config.objective.name != "ar":
-        totals = []
+        objective = _plain_objective(config, config.objective.name, dataset)
+        passes = []
         for number in range(PASSES):
             if stop():
                 return {}
-            totals.append(_run_pass(engine, groups, config, dataset, number))
-        masked, response, clean, clean_targets, text_bytes = (sum(column) for column in zip(*totals, strict=True))
+            passes.append(_run_pass(engine, groups, config, dataset, objective, number))
+        masked, response, clean, clean_targets, text_bytes = (sum(column) for column in zip(*passes, strict=True))
         results["val_nelbo"] = masked / response if response else math.nan
         results["val_bits_per_byte"] = masked / text_bytes / math.log(2) if text_bytes else math.nan
         if config.objective.name == "slots":
             results["val_in_slot_ar"] = clean / clean_targets if clean_targets else math.nan
     if config.objective.name != "mdm":
-        _, _, clean, clean_targets, text_bytes = _run_pass(engine, groups, config, dataset, None)
+        objective = _plain_objective(config, "ar", dataset)
+        _, _, clean, clean_targets, text_bytes = _run_pass(engine, groups, config, dataset, objective, None)
         results["val_left_to_right"] = clean / clean_targets if clean_targets else math.nan
         results.setdefault("val_bits_per_byte", clean / text_bytes / math.log(2) if text_bytes else math.nan)
     return results
 
 
-def _run_pass(
-    engine: Engine, groups: Groups, config: Config, dataset: ShardSet, number: int | None
-) -> tuple[float, float, float, float, float]:
-    """Sums over all ranks: masked CE / p, response tokens, clean CE, clean targets; and bytes of text.
-
-    number: the pass, which fixes the noise; None: left to right.
-    """
-    name = "ar" if number is None else config.objective.name
-    # As the model is used, not as it is trained: no targets across slots, no partly masked slots; weights 1 / p.
+def _plain_objective(config: Config, name: str, dataset: ShardSet) -> Objective:
+    """As the model is used, not as it is trained: no targets across slots, no partly masked slots; weights 1 / p."""
     plain = dataclasses.replace(
         config.objective, name=name, cross_slot_targets=False, partial_slot_probability=0.0, normalization="token",
         rng="counter",
     )  # fmt: skip
     special = dataset.index.special_ids
+    return make_objective(plain, special["mask"], special["pad"])
+
+
+def _run_pass(
+    engine: Engine, groups: Groups, config: Config, dataset: ShardSet, objective: Objective, number: int | None
+) -> tuple[float, float, float, float, float]:
+    """Sums over all ranks: masked CE / p, response tokens, clean CE, clean targets; and bytes of text.
+
+    number: the pass, which fixes the noise; None: an objective without noise.
+    """
+    noise = None if number is None else stratified_noise(number, PASSES)
     rows = ValidationLoader(
-        dataset, config, make_objective(plain, special["mask"], special["pad"]), groups.dp_rank, groups.dp_size,
-        max_rows=config.train.validation_rows, draw=number or 0,
-        t=None if number is None else stratified_noise(number, PASSES),
+        dataset, config, objective, groups.dp_rank, groups.dp_size, max_rows=config.train.validation_rows, t=noise,
+        draw=number or 0,
     )  # fmt: skip
     sums = torch.zeros(len(STAT_NAMES) + 1, dtype=torch.float64, device=groups.device)
     at_once = config.train.global_batch_size // (groups.dp_size * config.train.micro_batch_size)
