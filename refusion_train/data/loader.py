@@ -83,7 +83,7 @@ class TrainLoader:
         dp_size: int = 1,
         cursor: Cursor | None = None,
     ) -> None:
-        feed = _Feed(dataset, config, objective, dp_rank, dp_size, cursor)
+        feed = StepFeed(dataset, config, objective, dp_rank, dp_size, cursor)
         self._batches = Prefetcher(feed.take, feed.make, config.data.workers, config.data.prefetch)
 
     def __iter__(self) -> Iterator[StepBatch]:
@@ -113,7 +113,7 @@ class _Taken:
     cursor: Cursor
 
 
-class _Feed:
+class StepFeed:
     """The two stages of a step: `take` packs the next rows and advances the streams, `make` corrupts them."""
 
     def __init__(
@@ -121,9 +121,9 @@ class _Feed:
         dataset: ShardSet,
         config: Config,
         objective: Objective,
-        dp_rank: int,
-        dp_size: int,
-        cursor: Cursor | None,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        cursor: Cursor | None = None,
     ) -> None:
         streams, self.global_batch = config.data.streams, config.train.global_batch_size
         self.micro_batch = config.train.micro_batch_size

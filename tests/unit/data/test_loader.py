@@ -127,6 +127,20 @@ def test_batches_smaller_and_larger_than_the_streams(data, streams, batch) -> No
     assert run(data, config, 1, 12)[0] == run(data, config, 4, 12)[0]
 
 
+def test_row_j_of_step_i_comes_from_stream_i_times_batch_plus_j(data) -> None:
+    config = settings(data__streams=16, train__global_batch_size=6, train__micro_batch_size=1)
+    taken = np.zeros(16, dtype=int)
+    before = Cursor.start(16).streams
+    with TrainLoader(data, config, objective_of(config)) as loader:
+        for step in range(8):
+            after = next(loader).cursor.streams
+            moved = np.flatnonzero((after != before).any(axis=1))
+            assert set(moved.tolist()) == {(step * 6 + j) % 16 for j in range(6)}
+            taken[moved] += 1
+            before = after
+    assert (taken == 3).all()
+
+
 @pytest.mark.parametrize("documents", [1, 7, 60])
 def test_small_datasets_go_through_epochs(documents) -> None:
     """Even when one step is many epochs, and also with blocks and units fewer than streams."""
@@ -236,7 +250,7 @@ def test_close_ends_the_threads_at_once(data) -> None:
     assert len(threads) == 3 and all(thread.daemon for thread in threads)
     begin = time.monotonic()
     loader.close()
-    assert time.monotonic() - begin < 1 and not data_threads()
+    assert time.monotonic() - begin < 5 and not data_threads()
     loader.close()
     assert list(loader) == []
 
@@ -249,7 +263,7 @@ def test_a_dropped_loader_ends_its_threads(data) -> None:
     del loader
     gc.collect()
     for thread in threads:
-        thread.join(2)
+        thread.join(10)
     assert not data_threads()
 
 

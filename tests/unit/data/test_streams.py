@@ -125,6 +125,15 @@ def test_units_are_taken_from_all_over_the_dataset() -> None:
     assert windows == Counter(range(4, 129, 4))
 
 
+def test_documents_are_shuffled_across_the_window() -> None:
+    order = DataOrder(numbered([2] * 800, per_block=50), 0, 2, 4)
+    one, two = (order.window(stream, 0)[0].documents for stream in range(2))
+    for documents in (one, two):
+        assert (np.diff(documents) == 1).mean() < 0.1, "neighbours in the corpus stay neighbours"
+        assert (np.diff(documents // 50) != 0).mean() > 0.5, "blocks are not mixed"
+    assert set(one.tolist()).isdisjoint(two.tolist())
+
+
 def test_a_window_ends_with_the_epoch() -> None:
     order = DataOrder(numbered([2] * 50, per_block=1), 0, 4, 8)  # units 0..49; stream 1 has 1, 5, ..., 49: 13 of them
     _, first_stop = order.window(1, 8)
