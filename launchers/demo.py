@@ -21,6 +21,7 @@ from refusion_train.config import load, validate
 from refusion_train.errors import ConfigError, TrainingError
 
 VOCAB_SIZE = 4096
+TOKENIZER_SAMPLE = 8 << 20  # bytes of text that the tokenizer learns from
 VALIDATION_FRACTION = 0.05
 PROMPT = "def read_config(path):\n    "
 # Left out: tests and the IDE, which would triple the corpus without making it more varied.
@@ -88,12 +89,14 @@ def _prepare_data(console: Console, tokenizer: Path, shards: Path) -> None:
     if tokenizer.exists():
         console.print(f"already there: {tokenizer}")
     else:
-        train_tokenizer(files, str(tokenizer), vocab_size=VOCAB_SIZE)
+        report = train_tokenizer(files, str(tokenizer), vocab_size=VOCAB_SIZE, sample_bytes=TOKENIZER_SAMPLE)
+        console.print(report.summary())
     _headline(console, 2, f"Shards, {VALIDATION_FRACTION:.0%} of the files held out")
     if shards.exists():
         console.print(f"already there: {shards}")
     else:
-        build_shards(files, str(tokenizer), str(shards), val_fraction=VALIDATION_FRACTION)
+        built = build_shards(files, str(tokenizer), str(shards), val_fraction=VALIDATION_FRACTION)
+        console.print(built.summary())
 
 
 def _train(words: list[str], nproc: int) -> int:

@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Literal, Optional
 
 import typer
 
@@ -72,7 +72,7 @@ def data_tokenizer(
     inputs: Inputs,
     out: Annotated[Path, typer.Option(help="Folder to write the tokenizer to.")],
     vocab_size: Annotated[int, typer.Option(help="Number of pieces, special ones included.", min=270)] = 32000,
-    model_type: Annotated[str, typer.Option(help="bpe or unigram.")] = "bpe",
+    model_type: Annotated[Literal["bpe", "unigram"], typer.Option(help="bpe, or unigram (slower).")] = "bpe",
     text_field: Annotated[str, typer.Option(help="Field of JSON lines that holds the text.")] = "text",
     overwrite: Annotated[bool, typer.Option(help="Replace an existing folder.")] = False,
 ) -> None:
@@ -82,9 +82,10 @@ def data_tokenizer(
     """
     from data_tools.train_tokenizer import train_tokenizer
 
-    train_tokenizer(
+    report = train_tokenizer(
         inputs, str(out), vocab_size=vocab_size, model_type=model_type, text_field=text_field, overwrite=overwrite
     )
+    typer.echo(report.summary())
 
 
 @data_app.command("shards")
@@ -95,6 +96,7 @@ def data_shards(
     val_fraction: Annotated[float, typer.Option(help="Share of documents held out.", min=0.0, max=0.9)] = 0.0,
     text_field: Annotated[str, typer.Option(help="Field of JSON lines that holds the text.")] = "text",
     shard_size: Annotated[int, typer.Option(help="Size of a shard in MiB.", min=1)] = 256,
+    workers: Annotated[Optional[int], typer.Option(help="Encoder threads; default: all cores.", min=1)] = None,  # noqa: UP045
     strict: Annotated[bool, typer.Option(help="Stop at the first broken line.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing folder.")] = False,
 ) -> None:
@@ -104,10 +106,11 @@ def data_shards(
     """
     from data_tools.build_shards import build_shards
 
-    build_shards(
-        inputs, str(tokenizer), str(out), val_fraction=val_fraction, text_field=text_field,
+    report = build_shards(
+        inputs, str(tokenizer), str(out), workers=workers, val_fraction=val_fraction, text_field=text_field,
         shard_bytes=shard_size << 20, strict=strict, overwrite=overwrite,
     )  # fmt: skip
+    typer.echo(report.summary())
 
 
 @data_app.command("verify")
@@ -118,7 +121,8 @@ def data_verify(path: Annotated[Path, typer.Argument(help="Folder of shards.", s
     """
     from data_tools.inspect import verify
 
-    verify(str(path))
+    for report in verify(str(path)):
+        typer.echo(report.summary())
 
 
 @data_app.command("show")
