@@ -137,7 +137,6 @@ def data_show(
               refusion data show shards/train --config demo -n 1
     """
     from data_tools.inspect import show
-
     from refusion_train.config import load
 
     show(str(path), load(config) if config else None, count)
