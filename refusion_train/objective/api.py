@@ -18,7 +18,7 @@ from refusion_train.objective.batch import Batch, PackedDocuments
 from refusion_train.objective.layout import fill_padding
 from refusion_train.objective.noise import document_key
 
-_TOKENS_AT_ONCE = 1 << 16
+_TOKENS_AT_ONCE = 1 << 17
 BACKENDS = ("auto", "numba", "numpy")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from refusion_train.objective import noise
 from refusion_train.objective.batch import CLEAN, IGNORE, MASKED, NONE, Batch, PackedDocuments
-from refusion_train.objective.layout import fill_documents, ranges
+from refusion_train.objective.layout import fill_documents, offsets, ranges
 
 
 def corrupt_ar(batch: Batch, packed: PackedDocuments) -> None:
@@ -24,7 +24,7 @@ def corrupt_ar(batch: Batch, packed: PackedDocuments) -> None:
     kind[target] = CLEAN
     labels[target] = flat[target + 1]
     batch.loss_weight.reshape(-1)[target] = 1
-    batch.counts[:, 0] = np.count_nonzero(batch.target_kind, axis=1)
+    batch.counts[:, 0] = (batch.target_kind != NONE).sum(axis=1)
 
 
 def corrupt_mdm(
@@ -52,7 +52,7 @@ def corrupt_mdm(
 
 def _copy_tokens(batch: Batch, packed: PackedDocuments) -> None:
     """Rows as they are, without any target."""
-    fill_documents(batch, packed)
+    fill_documents(batch, packed, offsets(packed.tokens.size))
     batch.input_ids[:] = packed.tokens
     batch.labels.fill(IGNORE)
     batch.loss_weight.fill(0)

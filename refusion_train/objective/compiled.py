@@ -22,17 +22,17 @@ from refusion_train.objective.batch import Batch, PackedDocuments
 
 _I64, _U64, _F64, _F32 = types.int64[::1], types.uint64[::1], types.float64[::1], types.float32[::1]
 _U8, _I32 = types.uint8[::1], types.int32[::1]
-_DOCUMENTS = (_I32, types.int64, _I64, _I64, _I64)
+_DOCUMENTS = (_I32, types.uint64, _U64, _U64, _U64, _U64)
 _NOISE = (_F64, _F32, _U8)
 _BATCH = (_I64, _I64, _I64, _I32, _F32, _U8, _U8, types.float64[:, ::1])
-_SLOT_ROOM = (_U64, _I64, _U64, _I64)
+_SLOT_ROOM = (_U64, _U64, _U64, _U64)
 # One signature each: the machine code in the cache never depends on who called first.
 _SIGNATURES = {
     "corrupt_slots": (
-        *_DOCUMENTS, _U64, _I64, *_NOISE, types.float64, types.boolean, types.int64, *_SLOT_ROOM, *_BATCH,
+        *_DOCUMENTS, _U64, *_NOISE, types.float64, types.boolean, types.int64, *_SLOT_ROOM, *_BATCH,
     ),
     "corrupt_ar": (*_DOCUMENTS, *_BATCH),
-    "corrupt_mdm": (*_DOCUMENTS, _U64, *_NOISE, types.int64, *_BATCH),
+    "corrupt_mdm": (*_DOCUMENTS, *_NOISE, types.int64, *_BATCH),
 }  # fmt: skip
 
 _loaded: dict[str, Callable[..., None]] = {}
@@ -46,10 +46,10 @@ def corrupt_slots(
     """The slot objective; padding is not written. sizes: int64 [n]; p, weights, buckets: of masked targets, [n]."""
     assert packed.tokens.shape[1] < 1 << kernels.SLOT_BITS, "rows are too long for the sort keys of slots"
     room = int((packed.lengths // sizes).max(initial=0)) + 2
-    space = np.empty((4, room), np.int64)
+    space = np.empty((4, room), np.uint64)
     kernel("corrupt_slots")(
-        *_documents(packed), packed.keys, sizes, p, weights, buckets, partial, cross_slot_targets, mask_id,
-        space[0].view(np.uint64), space[1], space[2].view(np.uint64), space[3], *_outputs(batch),
+        *_documents(packed), sizes.view(np.uint64), p, weights, buckets, partial, cross_slot_targets, mask_id,
+        *space, *_outputs(batch),
     )  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def corrupt_mdm(
     batch: Batch, packed: PackedDocuments, p: np.ndarray, weights: np.ndarray, buckets: np.ndarray, *, mask_id: int
 ) -> None:
     """Token-level masked diffusion; padding is not written."""
-    kernel("corrupt_mdm")(*_documents(packed), packed.keys, p, weights, buckets, mask_id, *_outputs(batch))
+    kernel("corrupt_mdm")(*_documents(packed), p, weights, buckets, mask_id, *_outputs(batch))
 
 
 def kernel(name: str) -> Callable[..., None]:
@@ -115,8 +115,10 @@ def _turn(folder: str | None) -> Iterator[None]:
 
 
 def _documents(packed: PackedDocuments) -> tuple[Any, ...]:
-    width = max(1, packed.tokens.shape[1])
-    return (np.ascontiguousarray(packed.tokens).reshape(-1), width, packed.starts, packed.lengths, packed.prompts)
+    width = np.uint64(max(1, packed.tokens.shape[1]))
+    columns = (packed.starts, packed.lengths, packed.prompts)
+    unsigned = (np.ascontiguousarray(column).view(np.uint64) for column in columns)
+    return (np.ascontiguousarray(packed.tokens).reshape(-1), width, *unsigned, np.ascontiguousarray(packed.keys))
 
 
 def _outputs(batch: Batch) -> tuple[np.ndarray, ...]:

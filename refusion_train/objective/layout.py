@@ -6,12 +6,22 @@ handful of `np.repeat`s make tokens of them. No Python loop runs over documents,
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from refusion_train.objective.batch import CLEAN, IGNORE, MASKED, NONE, Batch, PackedDocuments
 
 # Columns of the table of regions: what a document consists of, in physical order. Row n holds the last padding only.
 PADDING, PROMPT, PROMPT_END, CLEAN_PART, MASKED_PART = range(5)
+
+
+@functools.lru_cache(maxsize=4)
+def offsets(count: int) -> np.ndarray:
+    """0..count-1 as int64, shared and read-only: batches of a run have the same size."""
+    values = np.arange(count)
+    values.flags.writeable = False
+    return values
 
 
 def ranges(first: np.ndarray, count: np.ndarray) -> np.ndarray:
@@ -28,8 +38,11 @@ def gaps(packed: PackedDocuments) -> np.ndarray:
     return borders
 
 
-def fill_documents(batch: Batch, packed: PackedDocuments) -> None:
-    """Write document_ids, position_ids as if nothing had moved, and the count columns of whole documents."""
+def fill_documents(batch: Batch, packed: PackedDocuments, source: np.ndarray) -> None:
+    """Write document_ids, position_ids and the count columns of whole documents.
+
+    source: int64 [b*s] packed offset of each token; no token leaves its document.
+    """
     rows, length = packed.tokens.shape
     n = len(packed.starts)
     row = packed.starts // max(1, length)
@@ -39,7 +52,7 @@ def fill_documents(batch: Batch, packed: PackedDocuments) -> None:
     ids[1::2] = np.arange(n) - np.searchsorted(row, row)
     batch.document_ids.reshape(-1)[:] = np.repeat(ids, runs)
     begin = np.cumsum(runs) - runs
-    np.subtract(np.arange(packed.tokens.size), np.repeat(begin, runs), out=batch.position_ids.reshape(-1))
+    np.subtract(source, np.repeat(begin, runs), out=batch.position_ids.reshape(-1))
     if runs[0::2].any():
         batch.position_ids[batch.document_ids < 0] = 0
     responses = packed.lengths - packed.prompts
@@ -101,18 +114,16 @@ def fill_regions(
         out.reshape(-1)[:] = np.repeat(values.reshape(-1), runs)
 
 
-def move_runs(batch: Batch, lengths: np.ndarray, shifts: np.ndarray) -> np.ndarray:
-    """The packed offset of each physical token, int64 [b*s]; position_ids are moved along.
+def move_runs(total: int, lengths: np.ndarray, shifts: np.ndarray) -> np.ndarray:
+    """The packed offset of each of `total` physical tokens: int64 [total].
 
     lengths: int64 [m] consecutive runs that cover all tokens; shifts: int64 [m] how far from here each run's tokens
     lie in the packed order.
     """
-    total = batch.position_ids.size
     assert lengths.sum() == total, f"runs cover {lengths.sum()} of {total} tokens"
-    shift = np.repeat(shifts, lengths)
-    batch.position_ids.reshape(-1)[:] += shift
-    shift += np.arange(total)
-    return shift
+    source = np.repeat(shifts, lengths)
+    source += offsets(total)
+    return source
 
 
 def fill_tokens(batch: Batch, packed: PackedDocuments, source: np.ndarray, mask_id: int) -> None:
@@ -121,7 +132,8 @@ def fill_tokens(batch: Batch, packed: PackedDocuments, source: np.ndarray, mask_
     inputs, labels, kind = batch.input_ids.reshape(-1), batch.labels.reshape(-1), batch.target_kind.reshape(-1)
     flat.take(source, out=inputs, mode="clip")
     np.putmask(inputs, kind == MASKED, mask_id)
-    source += kind == CLEAN
+    clean = kind == CLEAN
+    source += clean
     flat.take(source, out=labels, mode="clip")
     np.putmask(labels, kind == NONE, IGNORE)
-    batch.counts[:, 0] = np.count_nonzero(batch.target_kind == CLEAN, axis=1)
+    batch.counts[:, 0] = clean.reshape(batch.labels.shape).sum(axis=1)

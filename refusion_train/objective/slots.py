@@ -128,8 +128,9 @@ def physical_order(table: SlotTable, draws: SlotDraws) -> np.ndarray:
     key = (table.document[clean].astype(np.uint64) << np.uint64(noise.ORDER_BITS)) | draws.order[clean]
     clean = clean[np.argsort(key, kind="stable")]
     # A clean slot stands behind the masked ones of earlier documents, a masked one behind the clean ones up to its own.
-    masked_before = np.searchsorted(table.document[masked], table.document[clean])
-    clean_before = np.searchsorted(table.document[clean], table.document[masked], side="right")
+    masked_counts = np.bincount(table.document[masked], minlength=len(table.counts))
+    masked_before = (np.cumsum(masked_counts) - masked_counts)[table.document[clean]]
+    clean_before = np.cumsum(table.counts - masked_counts)[table.document[masked]]
     order = np.empty(len(table.document), np.int64)
     order[np.arange(len(clean)) + masked_before] = clean
     order[np.arange(len(masked)) + clean_before] = masked
@@ -154,8 +155,8 @@ def lay_out(
     n = len(packed.starts)
     order = physical_order(table, draws)
     lengths = table.lengths[order]
-    masked_tokens = np.bincount(table.document, weights=table.lengths * draws.masked, minlength=n).astype(np.int64)
-    fill_documents(batch, packed)
+    masked_so_far = np.concatenate(([0], np.cumsum(table.lengths * draws.masked)))
+    masked_tokens = np.diff(masked_so_far[np.concatenate(([0], np.cumsum(table.counts)))])
     regions = region_table(packed, masked_tokens)
     fill_regions(batch, packed, regions, cross_slot_targets, weights, buckets)
     # Runs that move together: what stands before a document's response, then its slots; last the padding at the end.
@@ -167,7 +168,8 @@ def lay_out(
     runs[-1] = still[-1]
     begin = np.cumsum(lengths) - lengths + np.cumsum(still)[table.document]
     shifts[slot_run] = table.sources[order] - begin
-    source = move_runs(batch, runs, shifts)
+    source = move_runs(packed.tokens.size, runs, shifts)
+    fill_documents(batch, packed, source)
 
     kind, weight = batch.target_kind.reshape(-1), batch.loss_weight.reshape(-1)
     untargeted = ~draws.masked[order]
