@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_shards import BOS, PAD, MemoryShards, numbered
@@ -14,8 +15,10 @@ from refusion_train.data.packing import (
     PROMPT,
     RowPacker,
     Span,
+    copy_pieces,
     cut,
     document_ids,
+    fastest_copy,
     hash_dataset,
     lay_tape,
 )
@@ -70,6 +73,21 @@ def test_a_cut_may_begin_anywhere() -> None:
     np.testing.assert_array_equal(pieces.table[OFFSET], [1, 3, 0])
     np.testing.assert_array_equal(pieces.table[PROMPT], [2, 0, 0])
     assert pieces.ends == [1, 3] and pieces.positions == [2, 5]
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_compiled_and_plain_copies_agree(dtype) -> None:
+    source = np.arange(60_000, dtype=dtype)
+    source.flags.writeable = False
+    begins, lengths, places = np.array([59_990, 0, 500]), np.array([10, 0, 77]), np.array([77, 3, 0])
+    results = []
+    for copy in (copy_pieces, fastest_copy()):
+        target = np.full(90, -1, dtype=np.int32)
+        copy(source, begins, lengths, places, target)
+        results.append(target)
+    assert fastest_copy() is not copy_pieces
+    np.testing.assert_array_equal(results[0], results[1])
+    np.testing.assert_array_equal(results[1][[0, 76, 77, 86, 87]], [500, 576, 59_990, 59_999, -1])
 
 
 def test_keys_are_those_of_document_and_offset() -> None:
