@@ -15,11 +15,13 @@ import resource
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from refusion_train.config import Config
-from refusion_train.errors import RefusionError
+from refusion_train.errors import RefusionError, TrainingError
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -48,14 +50,16 @@ class Telemetry:
         self._rows: Any = None
         if not active:
             return
-        run_dir = Path(config.run_dir)
+        self._run_dir = Path(config.run_dir)
         self._started, self._first_step = time.monotonic(), first_step
-        cut_metrics(run_dir / METRICS, first_step)
-        self._rows = open(run_dir / METRICS, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
-        if config.train.tensorboard:
-            from torch.utils.tensorboard.writer import SummaryWriter
+        with self._writing():
+            cut_metrics(self._run_dir / METRICS, first_step)
+            # Unbuffered: what could not be written must not be tried again when the file is closed.
+            self._rows = open(self._run_dir / METRICS, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+            if config.train.tensorboard:
+                from torch.utils.tensorboard.writer import SummaryWriter
 
-            self._writer = SummaryWriter(str(run_dir / TENSORBOARD), purge_step=first_step + 1)
+                self._writer = SummaryWriter(str(self._run_dir / TENSORBOARD), purge_step=first_step + 1)
         if sys.stdout.isatty():
             self._start_progress(first_step)
 
@@ -97,8 +101,9 @@ class Telemetry:
             self._progress.stop()
             self._progress = None
         if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+            writer, self._writer = self._writer, None
+            with self._writing():
+                writer.close()
         if self._rows is not None:
             self._rows.close()
             self._rows = None
@@ -110,10 +115,25 @@ class Telemetry:
         self.close()
 
     def _write(self, row: dict[str, Any]) -> None:
-        self._rows.write(json.dumps(_finite(row), allow_nan=False) + "\n")
-        self._rows.flush()
+        with self._writing():
+            self._rows.write(json.dumps(_finite(row), allow_nan=False).encode() + b"\n")
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A disk that is full or gone is the user's to mend: one line."""
+        try:
+            yield
+        except OSError as error:
+            raise TrainingError(
+                f"cannot write reports to {self._run_dir}: {error.strerror or error}; mend that and run again: "
+                "the run goes on from its last checkpoint"
+            ) from error
 
     def _to_tensorboard(self, row: dict[str, Any], section: str) -> None:
+        with self._writing():
+            self._add_scalars(row, section)
+
+    def _add_scalars(self, row: dict[str, Any], section: str) -> None:
         for key, value in row.items():
             if isinstance(value, list):  # a curve per noise bucket
                 for i, entry in enumerate(value):
@@ -143,25 +163,31 @@ class Telemetry:
 
 
 def cut_metrics(file: Path, last_step: int) -> None:
-    """Keep the rows of `file` up to `last_step`; a half-written row at the end goes too."""
+    """Cut `file` before the first row of a later step; rows are in order, so that what is left is what is wanted.
+
+    A half-written row goes too.
+    """
     if not file.exists():
         return
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= last_step]
-    if len(kept) < len(lines):
-        aside = file.with_name(f"{file.name}.tmp")
-        aside.write_text("".join(kept), encoding="utf-8")
-        os.replace(aside, file)
+    kept = 0
+    with open(file, "rb+") as rows:
+        for line in rows:
+            if not line.endswith(b"\n") or _step_of(line) > last_step:
+                break
+            kept += len(line)
+        rows.truncate(kept)
 
 
 def has_validation(run_dir: str | os.PathLike[str], step: int) -> bool:
     """Whether the run's metrics hold a validation after `step`."""
     file = Path(run_dir) / METRICS
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    return any('"val_' in line and _step_of(line) == step for line in lines)
+    if not file.exists():
+        return False
+    with open(file, "rb") as rows:
+        return any(b'"val_' in line and _step_of(line) == step for line in rows)
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

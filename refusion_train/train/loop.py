@@ -51,7 +51,7 @@ def train(config: Config) -> int:
 def run_steps(run: Run) -> int:
     """Steps, until all are done or a signal comes."""
     steps, interval = run.config.train.steps, run.config.checkpoint.interval
-    run.validate_if_due()
+    run.validate_if_due(begun=False)
     while run.state.step < steps:
         began = time.perf_counter()
         batch = next(run.loader)

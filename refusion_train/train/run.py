@@ -63,13 +63,16 @@ class Run:
         self.saved_step = self.state.step
         self.telemetry.say(f"saved {folder}")
 
-    def validate_if_due(self) -> None:
-        """Validate, at the first and last step and every `train.validation_interval`, unless this was done before."""
+    def validate_if_due(self, begun: bool = True) -> None:
+        """Validate, at the first and last step and every `train.validation_interval`.
+
+        begun: False before the first step of this process; then it may have been done by an earlier one.
+        """
         step, interval = self.state.step, self.config.train.validation_interval
         due = step == self.config.train.steps or (interval > 0 and step % interval == 0)
         if self.data.validation is None or not due:
             return
-        if store.on_first_rank(lambda: has_validation(self.config.run_dir, step)):
+        if not begun and store.on_first_rank(lambda: has_validation(self.config.run_dir, step)):
             return
         losses = evaluate(self.engine, self.groups, self.config, self.data.validation, stop=self.asked_to_stop)
         if losses:

@@ -10,7 +10,7 @@ import pytest
 
 from refusion_train import telemetry
 from refusion_train.config import Config
-from refusion_train.errors import DataError
+from refusion_train.errors import DataError, TrainingError
 from refusion_train.telemetry import Telemetry
 
 
@@ -61,6 +61,18 @@ def test_what_is_not_a_number_is_null(config: Config) -> None:
         reports.step({**row(1, loss=float("nan")), "grad_norm": float("inf")})
     assert "NaN" not in Path(config.run_dir, "metrics.jsonl").read_text()
     assert rows(config)[0]["loss"] is None and rows(config)[0]["grad_norm"] is None
+
+
+def test_a_disk_that_takes_no_more_is_one_line(config: Config) -> None:
+    with Telemetry(config, first_step=0, active=True) as reports:
+        reports.step(row(1))
+        with open("/dev/full", "wb", buffering=0) as full:
+            reports._rows.close()
+            reports._rows = full
+            with pytest.raises(TrainingError, match="No space left on device") as caught:
+                reports.step(row(2))
+    assert config.run_dir in str(caught.value) and "\n" not in str(caught.value)
+    assert [entry["step"] for entry in rows(config)] == [1]
 
 
 def test_only_the_active_rank_writes(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
