@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from refusion_train.config import Config
 from refusion_train.errors import RefusionError, TrainingError
+from refusion_train.plan.compute import gpu_of_device
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 ERROR_FILE = "REFUSION_ERROR_FILE"  # environment: where a rank leaves its error for the launcher that started it
-
-# Dense bf16 peak in FLOP/s by a part of the device's name: NVIDIA data sheets.
-_PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12}
 
 
 class Telemetry:
@@ -230,19 +228,8 @@ def peak_flops() -> float | None:
 
     if not torch.cuda.is_available():
         return None
-    name = torch.cuda.get_device_name()
-    return next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
-
-
-def flops_per_token(config: Config, vocab_size: int, supervised_fraction: float) -> float:
-    """Training FLOPs per token: 6 per weight that it meets (arXiv 2001.08361), the head's at supervised tokens only.
-
-    Attention scores are left out, as they depend on the documents' lengths: the result is a lower bound.
-    """
-    model = config.model
-    attention = model.hidden_size * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
-    layer = attention + 3 * model.hidden_size * model.ffn_size
-    return 6.0 * (model.num_layers * layer + model.hidden_size * vocab_size * supervised_fraction)
+    gpu = gpu_of_device(torch.cuda.get_device_name())
+    return None if gpu is None else gpu.flops
 
 
 # ------------------------------------------------------------------------------------------- warnings and last words

@@ -17,7 +17,8 @@ from refusion_train.data.shards import ShardSet
 from refusion_train.errors import TrainingError
 from refusion_train.parallel.engine import Engine
 from refusion_train.parallel.groups import Groups
-from refusion_train.telemetry import Telemetry, flops_per_token, has_validation, peak_flops
+from refusion_train.plan import compute
+from refusion_train.telemetry import Telemetry, has_validation, peak_flops
 from refusion_train.train.evaluate import evaluate
 from refusion_train.train.signals import StopSignals
 from refusion_train.train.state import TrainState, describe_run
@@ -112,5 +113,7 @@ class Run:
             return {}
         assert self.config.model.vocab_size is not None, "the vocabulary was resolved at the start"
         supervised = self.state.supervised_tokens / self.state.tokens
-        flops = flops_per_token(self.config, self.config.model.vocab_size, supervised)
+        index = self.data.train.index
+        attended = compute.attended_length(index.tokens / max(1, index.documents), self.config.data.sequence_length)
+        flops = compute.flops_per_token(self.config, self.config.model.vocab_size, supervised, attended)
         return {"mfu": flops * tokens_per_s / (peak * self.groups.world_size)}
