@@ -1,8 +1,12 @@
 """One optimizer step over all ranks: megatron-core's pipeline schedule inside DeepSpeed's ZeRO engine.
 
-The schedule runs all micro-batches of a step with gradients left on the parameters; then partial gradients are summed
-(`reduce`), ZeRO averages them over data-parallel ranks once (`coalesce_grad_reduction`), the global norm is taken, and
-AdamW updates what each rank owns. The only file that imports DeepSpeed; `zero` knows its insides.
+The schedule runs all micro-batches of a step; gradients that are parts of a sum are summed (`reduce`), ZeRO averages
+gradients over data-parallel ranks, the global norm is taken, and AdamW updates what each rank owns. The only file that
+imports DeepSpeed; `zero` knows its insides. When gradients are reduced:
+
+- ZeRO 1, and any pipeline: once per step. They add up whole, in float32, on the parameters meanwhile
+  (DeepSpeed's `coalesce_grad_reduction`). The least communication.
+- ZeRO 2 and 3 without pipeline: during the backward pass of every micro-batch, so that a rank keeps only its share.
 
 A loss is a sum with final weights over the global batch, so the gradient of a step must be the plain sum over
 micro-batches and data-parallel ranks. The schedule divides by the number of micro-batches and ZeRO by the number of
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
 BUCKET = 1 << 26
 
 ParamGroups = list[dict[str, Any]]
+_Call = Callable[["SlotModel", "DeviceBatch"], Any]
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ class Engine:
         self._parameters = list(dict.fromkeys(self._root.parameters()))
         self._names = _parameter_names(chunks)
         self._partial = PartialGradients(self._parameters, groups)
+        self._reduces_early = config.parallel.zero_stage > 1 and groups.pp_size == 1
         self._prepare_schedule()
         param_groups = param_groups(chunks) if callable(param_groups) else param_groups
         self._deepspeed = self._start_deepspeed(param_groups)
@@ -85,6 +91,8 @@ class Engine:
             self._zero.accumulate_in_float32()
             for parameter in self._parameters:
                 parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
+        if self._reduces_early:
+            self._partial.sum_in_backward()
         self._statistics = self._no_statistics()
 
     # -------------------------------------------------------------------------------------------- one step
@@ -100,9 +108,28 @@ class Engine:
         assert micro_batches, "a step needs at least one micro-batch"
         if forward_only:
             return self._evaluate(micro_batches)
+        if self._reduces_early:
+            self._statistics = self._run_schedule(micro_batches, self._call_and_reduce(len(micro_batches)))
+        else:
+            self._statistics = self._accumulate_and_reduce(micro_batches)
+        return self._statistics
+
+    def _call_and_reduce(self, count: int) -> _Call:
+        """Calls the model through DeepSpeed, whose hooks then reduce gradients as the backward pass makes them."""
+        remaining = count
+
+        def call(_: SlotModel, batch: DeviceBatch) -> Any:
+            nonlocal remaining
+            remaining -= 1
+            self._deepspeed.set_gradient_accumulation_boundary(remaining == 0)
+            return self._deepspeed(batch)
+
+        return call
+
+    def _accumulate_and_reduce(self, micro_batches: Sequence[DeviceBatch]) -> torch.Tensor:
         with self._deepspeed.coalesce_grad_reduction():
             try:
-                statistics = self._run_schedule(micro_batches, forward_only=False)
+                statistics = self._run_schedule(micro_batches)
                 self._fill_missing_gradients()
                 self._partial.sum()
                 self._zero.before_reduction()
@@ -110,7 +137,6 @@ class Engine:
                 # Leaving the block reduces what lies on the parameters; ranks that fail must not wait for others.
                 self._drop_gradients()
                 raise
-        self._statistics = statistics
         return statistics
 
     def step(self, lr: float) -> StepResult:
@@ -144,9 +170,16 @@ class Engine:
             self._root.train()
 
     def _run_schedule(
-        self, micro_batches: Sequence[DeviceBatch], forward_only: bool, counted: int | None = None
+        self,
+        micro_batches: Sequence[DeviceBatch],
+        call: _Call | None = None,
+        forward_only: bool = False,
+        counted: int | None = None,
     ) -> torch.Tensor:
-        """Statistics summed over the first `counted` micro-batches (all), on every rank of the pipeline."""
+        """Statistics summed over the first `counted` micro-batches (all), on every rank of the pipeline.
+
+        call: runs a chunk on a micro-batch (plainly).
+        """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         scale = float(len(micro_batches) * self.groups.dp_size)
@@ -156,7 +189,8 @@ class Engine:
             return loss * scale, statistics
 
         def forward_step(batches: Iterator[DeviceBatch], chunk: SlotModel) -> tuple[Any, Callable[..., Any]]:
-            return chunk(next(batches)), loss_of
+            batch = next(batches)
+            return (chunk(batch) if call is None else call(chunk, batch)), loss_of
 
         collected = get_forward_backward_func()(
             forward_step_func=forward_step,

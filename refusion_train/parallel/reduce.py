@@ -2,14 +2,14 @@
 
 ZeRO averages gradients over data-parallel ranks and knows nothing of the model's pieces. Where each tensor-parallel
 rank has a part of a gradient (q/k norms; with sequence parallelism every norm), and where the first and the last
-stage hold copies of the tied embedding, the parts must be added first. This happens once per step, while the
-gradients still lie whole on the parameters.
+stage hold copies of the tied embedding, the parts must be added first: once per step, while the gradients still lie
+whole on the parameters, or, where ZeRO reduces during the backward pass, just before it does.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,21 @@ class PartialGradients:
             parts = joined.split([gradient.numel() for gradient in gradients])
             for part, gradient in zip(parts, gradients, strict=True):
                 gradient.copy_(part.view_as(gradient))
+
+    def sum_in_backward(self) -> None:
+        """From now on, add up each of these gradients when the backward pass has made it."""
+        for group, parameters in self._sums:
+            for parameter in parameters:
+                parameter.register_hook(_summed_over(group))
+
+
+def _summed_over(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.to(torch.float32, copy=True)
+        dist.all_reduce(total, group=group)
+        return total.to(gradient.dtype)
+
+    return hook
 
 
 def counted_in_norm(parameter: torch.nn.Parameter, groups: Groups) -> bool:

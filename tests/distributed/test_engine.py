@@ -50,7 +50,10 @@ LAYOUTS: list[tuple[int, Layout]] = [
     (2, {"parallel__tensor": 2}),
     (2, {"parallel__tensor": 2, "parallel__zero_stage": 3}),
     (2, {"parallel__tensor": 2, "parallel__sequence": True}),
-    (2, {"parallel__pipeline": 2, "parallel__zero_stage": 2}),
+    (2, {"parallel__tensor": 2, "parallel__sequence": True, "parallel__zero_stage": 2}),
+    (2, {"parallel__zero_stage": 2, "train__recompute": "full"}),
+    (2, {"parallel__zero_stage": 3, "train__recompute": "selective"}),
+    (2, {"parallel__pipeline": 2, "parallel__zero_stage": 2, "train__recompute": "full"}),
     (2, {"parallel__pipeline": 2, "parallel__virtual_pipeline": 2}),
     (2, {"model__tie_embeddings": False, "parallel__zero_stage": 3}),
     (2, {"model__tie_embeddings": False, "parallel__tensor": 2}),
@@ -75,11 +78,35 @@ def test_the_reference_learns_and_clips():
     assert np.abs(result.curve - unclipped).max() < 1e-5, "train.clip=0 is not without clipping"
 
 
+def _gradients_between_micro_batches(config: Config) -> list[int]:
+    """Elements of gradients that lie on the parameters when each micro-batch begins."""
+    groups, engine = start(config)
+    found = []
+
+    def count(*_: Any) -> None:
+        held = [g for c in engine.chunks for p in c.parameters() for g in (p.grad, getattr(p, "grad_accum", None))]
+        found.append(sum(g.numel() for g in held if g is not None))
+
+    engine.chunks[0].decoder.register_forward_pre_hook(count)
+    engine.forward_backward(micro_batches(config, 0, groups.dp_rank, groups.dp_size))
+    destroy()
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_only_zero_1_keeps_whole_gradients_between_micro_batches(stage: int, precision: str):
+    config = tiny_config(parallel__zero_stage=stage, train__precision=precision)
+    for first, second in run(_gradients_between_micro_batches, 2, config):
+        assert first == 0
+        assert second > 20_000 if stage == 1 else second == 0
+
+
 # ------------------------------------------------------------------------------------------- faults that must show
 
 
 def _train_without_partial_sums(config: Config) -> Curve:
-    PartialGradients.sum = lambda self: None  # in this process only
+    PartialGradients.sum = PartialGradients.sum_in_backward = lambda self: None  # in this process only
     return train(config)
 
 
@@ -87,10 +114,11 @@ def _train_without_partial_sums(config: Config) -> Curve:
     "layout",
     [
         {"parallel__tensor": 2},
+        {"parallel__tensor": 2, "parallel__zero_stage": 3},
         {"parallel__tensor": 2, "parallel__sequence": True, "model__qk_norm": False},
         {"parallel__pipeline": 2},
     ],
-    ids=["q/k norm", "norms with sequence parallel", "tied embedding"],
+    ids=["q/k norm", "q/k norm in the backward pass", "norms with sequence parallel", "tied embedding"],
 )
 def test_without_the_sums_of_partial_gradients_the_comparison_fails(layout: Layout):
     if layout.get("model__qk_norm") is False:
@@ -246,7 +274,7 @@ def test_evaluation_gives_the_same_sums_and_leaves_training_alone(layout: Layout
 def _fail_in_the_middle(config: Config) -> None:
     groups, engine = start(config)
     one_step(engine, 0)
-    batches = micro_batches(config, 1, groups.dp_rank, groups.dp_size)
+    batches = micro_batches(config, 2, groups.dp_rank, groups.dp_size)
     if groups.rank == 1:
         batches[-1].labels = batches[-1].labels[:-1]
     engine.forward_backward(batches)

@@ -32,11 +32,11 @@ CHAIN: list[tuple[int, Layout]] = [
 ]
 
 
-@pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
-def test_a_run_that_changes_its_layout_at_every_step(tie_embeddings: bool, tmp_path):
-    undisturbed = run(train, 1, tiny_config(model__tie_embeddings=tie_embeddings), 0, len(CHAIN))[0]
+@pytest.mark.parametrize(("tie_embeddings", "chain"), [(True, CHAIN), (False, CHAIN[-4:])], ids=["tied", "untied"])
+def test_a_run_that_changes_its_layout_at_every_step(tie_embeddings: bool, chain: list[tuple[int, Layout]], tmp_path):
+    undisturbed = run(train, 1, tiny_config(model__tie_embeddings=tie_embeddings), 0, len(chain))[0]
     previous, results = None, []
-    for step, (processes, layout) in enumerate(CHAIN):
+    for step, (processes, layout) in enumerate(chain):
         config = tiny_config(model__tie_embeddings=tie_embeddings, **layout)
         folder = str(tmp_path / str(step))
         results = run(train, processes, config, step, step + 1, previous, folder)

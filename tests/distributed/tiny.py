@@ -47,6 +47,8 @@ def global_batch(config: Config, step: int) -> tuple[Batch, np.ndarray]:
     for row in starts:
         row[random.choice(np.arange(1, length), 2, replace=False)] = True
     kinds = random.integers(0, 3, (rows, length)).astype(np.uint8)
+    if step == 1:
+        kinds[1::2] = 0  # the second of two data-parallel ranks has nothing to predict
     batch = Batch(
         input_ids=random.integers(0, VOCABULARY, (rows, length)),
         position_ids=np.stack([random.permutation(length) for _ in range(rows)]),
