@@ -49,16 +49,18 @@ def swiglu(joint: torch.Tensor) -> torch.Tensor:
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, joint: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(joint)
         gate, up = joint.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        activated = F.silu(gate)
+        # The exponential is dear on a CPU; on a GPU memory is, and it is computed again.
+        ctx.save_for_backward(joint, activated if joint.device.type == "cpu" else None)
+        return activated * up
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        (joint,) = ctx.saved_tensors
+        joint, activated = ctx.saved_tensors
         gate, up = joint.chunk(2, dim=-1)
         grad = torch.empty_like(joint)
         grad_gate, grad_up = grad.chunk(2, dim=-1)
-        torch.mul(grads[0], F.silu(gate), out=grad_up)
+        torch.mul(grads[0], F.silu(gate) if activated is None else activated, out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=grad_gate)
         return grad
