@@ -180,6 +180,51 @@ def train(
 
 
 @app.command()
+def plan(
+    config: ConfigPath,
+    world_size: Annotated[int, typer.Option(help="Ranks that the run would have, one per GPU.", min=1)],
+    overrides: Overrides = None,
+    gpu: Annotated[Optional[str], typer.Option(help="For speed and memory: H100, H200, A100 ...")] = None,  # noqa: UP045
+    gpu_memory: Annotated[Optional[float], typer.Option(help="Memory of a GPU in GiB.", min=2)] = None,  # noqa: UP045
+    mfu: Annotated[float, typer.Option(help="Share of the GPU's peak that the model's FLOPs reach.")] = 0.4,
+    suggest: Annotated[bool, typer.Option("--suggest", help="Rank the layouts that fit instead.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object; sizes in bytes.")] = False,
+) -> None:
+    """What a run would hold, send and take on so many ranks; needs no GPU.
+
+    If data.train is set and is here, its size gives vocabulary, epochs and the lengths of documents.
+
+    Examples: refusion plan qwen3-8b --world-size 64 --gpu H100 parallel.tensor=4 train.recompute=full
+              refusion plan qwen3-8b --world-size 64 --gpu-memory 80 --suggest
+    """
+    import dataclasses
+    import json
+
+    from rich.console import Console
+
+    from refusion_train import plan as planning
+    from refusion_train.config import load
+    from refusion_train.data.shard_index import INDEX_FILE, Index
+
+    settings = load(config, overrides)
+    folder = Path(settings.data.train or "")
+    dataset = Index.read(folder) if settings.data.train and (folder / INDEX_FILE).is_file() else None
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    if suggest:
+        found = planning.suggest(settings, world_size, gpu_memory, gpu=gpu, mfu=mfu, dataset=dataset)
+        if as_json:
+            typer.echo(json.dumps([dataclasses.asdict(entry) for entry in found]))
+        else:
+            planning.render_suggestions(found, console)
+        return
+    planned = planning.plan(settings, world_size, gpu=gpu, gpu_memory_gib=gpu_memory, mfu=mfu, dataset=dataset)
+    if as_json:
+        typer.echo(json.dumps({"config": dataclasses.asdict(settings), **planned.to_dict()}))
+    else:
+        planning.render(planned, console)
+
+
+@app.command()
 def evaluate(
     config: ConfigPath,
     checkpoint: Annotated[Path, typer.Option(help="A run folder (its newest good checkpoint) or a step folder.")],

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,10 @@ def _lines(text: str) -> list[str]:
         (["train", "demo", "--nprocs", "2"], "--nproc"),
         (["train", "demo"], "data.train"),
         (["train", "demo", "data.train=x", "train.global_batch_size=15", "--nproc", "2"], "train.global_batch_size"),
+        (["plan", "demo"], "--world-size"),
+        (["plan", "demo", "--world-size", "2"], "model.vocab_size"),
+        (["plan", "qwen3-8b", "--world-size", "3"], "data.streams"),
+        (["plan", "qwen3-8b", "--world-size", "8", "--suggest"], "--gpu-memory"),
         (["data", "shards", "x"], "--tokenizer"),
         (["data", "tokenizer", "x", "--out", "y", "--vocab-size", "3"], "vocab"),
     ],
@@ -67,12 +73,27 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_command_has_help_with_an_example() -> None:
     for words in (
         ["data", "tokenizer"], ["data", "shards"], ["data", "verify"], ["data", "show"], ["train"], ["evaluate"],
-        ["export"], ["generate"], ["demo"],
+        ["plan"], ["export"], ["generate"], ["demo"],
     ):  # fmt: skip
         result = subprocess.run(
             [sys.executable, "-m", "refusion_train.cli", *words, "--help"], capture_output=True, text=True, check=True
         )
         assert "refusion " + " ".join(words) in result.stdout.replace("\n", " "), f"{words}: no example in the help"
+
+
+def test_plan_prints_tables_or_json(tiny_dataset: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "demo", "--world-size", "4", f"data.train={tiny_dataset.train}", "parallel.pipeline=2"]
+    assert run(words) == 0
+    text = capsys.readouterr().out
+    assert "4 ranks = 1 tensor x 2 data" in text and "epochs" in text
+    assert run([*words, "--json", "--gpu", "H100"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["layout"]["pipeline"] == 2 and content["config"]["parallel"]["pipeline"] == 2
+    assert content["fits"] is True and content["arithmetic"]["measured_length"] is True
+    assert run([*words, "--suggest", "--gpu-memory", "16", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)[0]
+    assert run([*words, *first["overrides"], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["peak"] == first["peak"]
 
 
 def _imported_by(code: str) -> set[str]:
