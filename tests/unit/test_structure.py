@@ -28,6 +28,7 @@ LAYERS = {
     "refusion_train.model": 5,
     "refusion_train.parallel": 6,
     "refusion_train.checkpoint": 7,
+    "refusion_train.convert.export": 8,
     "refusion_train.train": 8,
     "launchers": 9,
     "refusion_train.cli": 10,

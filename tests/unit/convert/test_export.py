@@ -1,0 +1,339 @@
+"""Exported folders: the weights, every way of loading them, and folders that are whole or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from made_up import VOCABULARY, make_checkpoint, model_shape, run_elsewhere
+from safetensors import safe_open
+
+from refusion_train.config import ObjectiveConfig
+from refusion_train.convert.export import export_checkpoint
+from refusion_train.data.tokenizer import Tokenizer
+from refusion_train.errors import CheckpointError, ConfigError, DataError, RefusionError
+
+CODE = {"modeling_refusion.py", "decoding.py", "cache.py", "runner.py", "tokenization_refusion.py"}
+TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "refusion_tokenizer.json"}
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_dataset: Any) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A run folder with one checkpoint, and its weights."""
+    root = tmp_path_factory.mktemp("run")
+    return root, make_checkpoint(root, tiny_dataset.train, model_shape())
+
+
+@pytest.fixture(scope="module")
+def exported(run: tuple[Path, dict], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same as a Hugging Face folder in float32; read only."""
+    return export_checkpoint(str(run[0]), str(tmp_path_factory.mktemp("out") / "hf"), dtype="float32")
+
+
+def test_the_folder_holds_what_it_should(exported: Path) -> None:
+    names = {path.name for path in exported.iterdir()}
+    assert names == CODE | TOKENIZER | {"config.json", "generation_config.json", "model.safetensors"}
+    config = json.loads((exported / "config.json").read_text())
+    assert config["refusion"]["objective"] == "slots" and config["refusion"]["cross_slot_targets"] is True
+    assert config["refusion"]["mask_token_id"] == 4 and config["vocab_size"] == VOCABULARY
+    assert not [path for path in exported.parent.iterdir() if path != exported]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_those_of_the_checkpoint_without_padding(
+    run: tuple[Path, dict], dtype: str, tmp_path: Path
+) -> None:
+    root, weights = run
+    got = _tensors(export_checkpoint(str(root / "checkpoints/step-00000003"), str(tmp_path / "hf"), dtype=dtype))
+    assert set(got) == set(weights)
+    assert weights["model.embed_tokens.weight"].shape[0] == 384
+    for name, weight in weights.items():
+        expected = weight[:VOCABULARY] if "embed_tokens" in name else weight
+        assert got[name].equal(expected.to(getattr(torch, dtype))), name
+
+
+def test_a_large_model_is_cut_into_files_with_an_index(run: tuple[Path, dict], exported: Path, tmp_path: Path) -> None:
+    from transformers import Qwen3ForCausalLM
+
+    folder = export_checkpoint(str(run[0]), str(tmp_path / "hf"), dtype="fp32", max_shard_bytes=30_000)
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    # The embedding alone is larger than the limit; all other files keep it.
+    assert all((folder / name).stat().st_size < 32_000 for name in files[1:])
+    whole = _tensors(exported)
+    assert all(value.equal(whole[name]) for name, value in _tensors(folder).items())
+    loaded = Qwen3ForCausalLM.from_pretrained(folder).state_dict()
+    assert all(loaded[name].equal(value) for name, value in whole.items())
+
+
+def test_the_newest_good_checkpoint_is_taken(tiny_dataset: Any, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "run", tiny_dataset.train, model_shape(), step=1)
+    second = make_checkpoint(tmp_path / "run", tiny_dataset.train, model_shape(), step=2)
+    make_checkpoint(tmp_path / "run", tiny_dataset.train, model_shape(), step=3)
+    (tmp_path / "run/checkpoints/step-00000003/state.json").unlink()
+    got = _tensors(export_checkpoint(str(tmp_path / "run"), str(tmp_path / "hf"), dtype="float32"))
+    assert got["model.norm.weight"].equal(second["model.norm.weight"])
+
+
+@pytest.mark.parametrize("qk_norm", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_stock_classes_load_it_and_agree(tiny_dataset: Any, tmp_path: Path, qk_norm: bool, tied: bool) -> None:
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "hf"))
+    from brute_force import dense_logits
+
+    weights = make_checkpoint(tmp_path, tiny_dataset.train, model_shape(qk_norm=qk_norm, tie_embeddings=tied))
+    folder = export_checkpoint(str(tmp_path), str(tmp_path / "hf"), dtype="float32")
+    stock, report = (Qwen3ForCausalLM if qk_norm else LlamaForCausalLM).from_pretrained(
+        folder, output_loading_info=True
+    )
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    ours = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert type(ours).__name__ == f"ReFusion{type(stock).__name__}"
+    assert type(AutoModelForCausalLM.from_pretrained(folder)) is type(stock)
+    assert ("lm_head.weight" in weights) is (not tied)
+    tokens = torch.arange(5, 25)
+    logits = stock.eval()(tokens[None]).logits[0]
+    assert logits.equal(ours.eval()(tokens[None]).logits[0])
+    causal = torch.ones(20, 20, dtype=torch.bool).tril()
+    expected = dense_logits(stock, tokens.tolist(), list(range(20)), causal)
+    assert torch.allclose(logits.double(), expected, atol=1e-4)
+
+
+_GENERATE = """
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
+inputs = tokenizer(["the cat sees", "a dog"], return_tensors="pt", padding=True)
+out = model.generate(**inputs, max_new_tokens=12, slot_size=4)
+print(json.dumps([out.tolist(), inputs["input_ids"].tolist(), type(model).__name__, model.last_stats["forwards"],
+                  tokenizer.batch_decode(out, skip_special_tokens=True)]))
+"""
+
+
+def test_it_generates_in_a_process_without_this_package(exported: Path, tmp_path: Path) -> None:
+    from refusion_train.hf.modeling_refusion import ReFusionQwen3ForCausalLM
+
+    out, ids, name, forwards, texts = run_elsewhere(_GENERATE, tmp_path, str(exported))
+    assert name == "ReFusionQwen3ForCausalLM"
+    tokenizer = Tokenizer.load(exported)
+    model = ReFusionQwen3ForCausalLM.from_pretrained(exported)
+    total = 0
+    for row, prompt, tokens, text in zip(out, ["the cat sees", "a dog"], ids, texts, strict=True):
+        expected = [tokenizer.bos_id, *tokenizer.encode(prompt)]
+        assert tokens == [tokenizer.pad_id] * (len(tokens) - len(expected)) + expected
+        alone = model.generate(torch.tensor([expected]), max_new_tokens=12, slot_size=4)[0].tolist()
+        assert row[len(tokens) :][: len(alone) - len(expected)] == alone[len(expected) :]
+        assert text == tokenizer.decode(alone)
+        total += model.last_stats["forwards"]
+    assert forwards == total
+
+
+def test_the_defaults_of_decoding_are_in_the_folder(exported: Path) -> None:
+    from refusion_train.hf.modeling_refusion import ReFusionQwen3ForCausalLM
+
+    model = ReFusionQwen3ForCausalLM.from_pretrained(exported)
+    prompt = torch.tensor([[2, 10, 11]])
+    plain = model.generate(prompt, max_new_tokens=16)
+    assert plain.equal(model.generate(
+        prompt, max_new_tokens=16, slot_size=4, num_blocks=1, slot_threshold=0.9, token_threshold=0.4, correction="ar",
+        decoding="plan_and_infill", first_from_ar=True, eos_token_id=3,
+    ))  # fmt: skip
+    left = model.generate(prompt, max_new_tokens=16, decoding="left_to_right")
+    assert left[0, 3:].tolist() == _stock_greedy(exported, prompt)
+
+
+def _stock_greedy(folder: Path, prompt: torch.Tensor) -> list[int]:
+    from transformers import Qwen3ForCausalLM
+
+    stock = Qwen3ForCausalLM.from_pretrained(folder)
+    return stock.generate(prompt, max_new_tokens=16, suppress_tokens=[4])[0, prompt.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize(("objective", "decoding"), [("ar", "left_to_right"), ("mdm", "mdm")])
+def test_the_objective_decides_how_it_is_decoded(
+    tiny_dataset: Any, tmp_path: Path, objective: str, decoding: str
+) -> None:
+    from refusion_train.hf.modeling_refusion import ReFusionQwen3ForCausalLM
+
+    make_checkpoint(tmp_path, tiny_dataset.train, model_shape(), ObjectiveConfig(name=objective))
+    model = ReFusionQwen3ForCausalLM.from_pretrained(export_checkpoint(str(tmp_path), str(tmp_path / "hf")))
+    prompt = torch.tensor([[2, 10, 11]])
+    plain = model.generate(prompt, max_new_tokens=8)
+    assert plain.equal(model.generate(prompt, max_new_tokens=8, decoding=decoding))
+    with pytest.raises(ValueError, match=f"objective.name={objective}"):
+        model.generate(prompt, max_new_tokens=8, decoding="plan_and_infill")
+
+
+# --------------------------------------------------------------------------------------------- refusals and accidents
+
+
+def _one_line(error: pytest.ExceptionInfo[RefusionError], *words: str) -> None:
+    assert "\n" not in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_an_existing_folder_is_replaced_only_if_asked_and_ours(run: tuple[Path, dict], tmp_path: Path) -> None:
+    root, out = str(run[0]), tmp_path / "hf"
+    out.mkdir()
+    export_checkpoint(root, str(out))
+    (out / "marker").touch()
+    with pytest.raises(DataError) as error:
+        export_checkpoint(root, str(out))
+    _one_line(error, str(out), "--overwrite")
+    assert (out / "marker").exists()
+    export_checkpoint(root, str(out), overwrite=True)
+    assert not (out / "marker").exists() and (out / "config.json").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    other = tmp_path / "letters"
+    other.mkdir()
+    (other / "letter.txt").write_text("dear")
+    with pytest.raises(DataError) as error:
+        export_checkpoint(root, str(other), overwrite=True)
+    _one_line(error, str(other))
+    assert (other / "letter.txt").read_text() == "dear"
+
+
+def test_a_tokenizer_that_is_gone_or_another(
+    run: tuple[Path, dict], tiny_dataset: Any, tiny_tokenizer: Path, tmp_path: Path
+) -> None:
+    from refusion_train.checkpoint import store
+
+    folder = run[0] / "checkpoints/step-00000003"
+    state = store.read_state(folder)
+    state["data"]["path"] = str(tmp_path / "gone")
+    tensors: dict[str, Any] = {}
+    store.save(tmp_path / "run/checkpoints", 3, tensors | {"nothing": torch.zeros(1)}, state, keep=1)
+    with pytest.raises(DataError) as error:
+        export_checkpoint(str(tmp_path / "run"), str(tmp_path / "hf"))
+    _one_line(error, str(tmp_path / "gone"), "--tokenizer")
+    state["data"]["tokenizer"]["fingerprint"] = "sha256:other"
+    store.save(tmp_path / "run/checkpoints", 4, {"nothing": torch.zeros(1)}, state, keep=1)
+    with pytest.raises(DataError) as error:
+        export_checkpoint(str(tmp_path / "run"), str(tmp_path / "hf"), tokenizer=str(tiny_tokenizer))
+    _one_line(error, "sha256:other", str(tiny_tokenizer))
+    # The explicit folder is enough where the data are gone.
+    assert export_checkpoint(str(run[0]), str(tmp_path / "hf"), tokenizer=str(tiny_tokenizer)).is_dir()
+
+
+def test_a_checkpoint_without_its_weights_leaves_nothing(tiny_dataset: Any, tmp_path: Path) -> None:
+    from refusion_train.checkpoint import store
+
+    make_checkpoint(tmp_path / "run", tiny_dataset.train, model_shape())
+    state = store.read_state(tmp_path / "run/checkpoints/step-00000003")
+    store.save(tmp_path / "run/checkpoints", 4, {"nothing": torch.zeros(1)}, state, keep=1)
+    with pytest.raises(CheckpointError) as error:
+        export_checkpoint(str(tmp_path / "run"), str(tmp_path / "hf"))
+    _one_line(error, "step-00000004")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_wrong_words(run: tuple[Path, dict], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        export_checkpoint(str(run[0]), str(tmp_path / "hf"), dtype="int8")
+    _one_line(error, "dtype=int8", "bfloat16")
+    with pytest.raises(CheckpointError) as error2:
+        export_checkpoint(str(tmp_path / "nowhere"), str(tmp_path / "hf"))
+    _one_line(error2, str(tmp_path / "nowhere"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(run: tuple[Path, dict], tmp_path: Path) -> None:
+    """A limit on file sizes stands for the full disk: the same failing writes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(RefusionError) as error:
+            export_checkpoint(str(run[0]), str(tmp_path / "hf"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    _one_line(error, str(tmp_path / "hf"))
+    assert not list(tmp_path.iterdir())
+
+
+_SLOW_EXPORT = """
+import sys, time
+from refusion_train.convert import export
+original = export._reader
+def reader(*given):
+    read = original(*given)
+    def slow(name):
+        print(name, flush=True)
+        time.sleep(0.3)
+        return read(name)
+    return slow
+export._reader = reader
+export.export_checkpoint(sys.argv[1], sys.argv[2], overwrite=True)
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_kill_leaves_no_folder_that_looks_whole(run: tuple[Path, dict], tmp_path: Path, existing: bool) -> None:
+    from transformers import AutoConfig
+
+    out = tmp_path / "hf"
+    if existing:
+        export_checkpoint(str(run[0]), str(out))
+        before = _tensors(out)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", _SLOW_EXPORT, str(run[0]), str(out)], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        for _ in range(5):
+            assert process.stdout.readline().strip() != "done"
+        os.kill(process.pid, signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    leftovers = [path for path in tmp_path.iterdir() if path != out]
+    assert leftovers, "the kill came too early to prove anything"
+    for folder in leftovers:
+        assert not (folder / "config.json").exists()
+        with pytest.raises((OSError, ValueError)):
+            AutoConfig.from_pretrained(folder)
+    if existing:
+        assert all(value.equal(before[name]) for name, value in _tensors(out).items())
+    else:
+        assert not out.exists()
+    export_checkpoint(str(run[0]), str(out), overwrite=existing)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    AutoConfig.from_pretrained(out)
+
+
+def test_memory_is_that_of_one_tensor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each tensor is written before the next is read."""
+    from refusion_train.convert.safetensors_stream import write_model
+
+    events: list[str] = []
+
+    def read(name: str) -> torch.Tensor:
+        events.append(f"read {name}")
+        return torch.zeros(4)
+
+    write_model(
+        tmp_path,
+        {name: (4,) for name in "abc"},
+        torch.float32,
+        read,
+        10**9,
+        lambda size: events.append(f"wrote {size}"),
+    )
+    assert events == ["read a", "wrote 16", "read b", "wrote 16", "read c", "wrote 16"]
