@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from refusion_train.config import Config
 from refusion_train.plan import activations
-from refusion_train.plan.memory import FP32, REUSE_DISTANCE, held
+from refusion_train.plan.memory import FP32, REUSE_DISTANCE, held, reduces_early
 from refusion_train.plan.parameters import Stage, padded_vocabulary
 
 TENSOR, PIPELINE, TIED, ZERO_REDUCE, ZERO_GATHER = (
@@ -53,7 +53,7 @@ def traffic(config: Config, stages: list[Stage], data: int, micro_batches: int) 
     add(PIPELINE, "send", [pipeline_bytes(config, stage, micro_batches) for stage in stages])
     add(TIED, "all-reduce", [tied_bytes(config, stage) for stage in stages])
     reduce = "reduce-scatter" if parallel.zero_stage == 3 else "all-reduce"
-    add(ZERO_REDUCE, reduce, [reduce_bytes(config, stage, data) for stage in stages])
+    add(ZERO_REDUCE, reduce, [reduce_bytes(config, stage, data, micro_batches) for stage in stages])
     add(ZERO_GATHER, "all-gather", [gather_bytes(config, stage, data, micro_batches) for stage in stages])
     return kinds
 
@@ -98,27 +98,26 @@ def tied_bytes(config: Config, stage: Stage) -> float:
     return 2 * ring(FP32 * rows * config.model.hidden_size, 2) if both else 0.0
 
 
-def reduce_bytes(config: Config, stage: Stage, data: int) -> float:
-    """Gradients over data-parallel ranks, once per step in float32.
+def reduce_bytes(config: Config, stage: Stage, data: int, micro_batches: int) -> float:
+    """Gradients over data-parallel ranks in float32, once per step or for each micro-batch (`memory.reduces_early`).
 
     ZeRO 1 and 2: an all-reduce of everything (DeepSpeed's default joins the shards of several ranks in a bucket, and
     sums it on all of them); ZeRO 3: a reduce-scatter.
     """
     once = ring(FP32 * stage.local(config.parallel.tensor), data)
-    return once if config.parallel.zero_stage == 3 else 2 * once
+    times = micro_batches if reduces_early(config) else 1
+    return times * (once if config.parallel.zero_stage == 3 else 2 * once)
 
 
 def gather_bytes(config: Config, stage: Stage, data: int, micro_batches: int) -> float:
     """Weights over data-parallel ranks.
 
-    ZeRO 1 and 2: once, after the update. ZeRO 3: the embedding once; other matrices in every forward pass, and again in
-    the backward pass those whose two uses are further apart than REUSE_DISTANCE elements; vectors once, after the
-    update.
+    ZeRO 1 and 2: once, after the update. ZeRO 3: matrices in every forward pass, and again in the backward pass those
+    whose two uses are further apart than REUSE_DISTANCE elements; vectors once, after the update.
     """
     element, tensor = activations.element_bytes(config), config.parallel.tensor
     if config.parallel.zero_stage < 3:
         return ring(held(config, stage, data).weights, data)
-    embedding, *others = stage.sizes(tensor, matrix=True)
-    again = max(0, sum(others) - REUSE_DISTANCE // 2)
-    once = embedding + sum(stage.sizes(tensor, matrix=False))
-    return ring(element * (once + micro_batches * (sum(others) + again)), data)
+    matrices, vectors = sum(stage.sizes(tensor, matrix=True)), sum(stage.sizes(tensor, matrix=False))
+    again = max(0, matrices - REUSE_DISTANCE // 2)
+    return ring(element * (vectors + micro_batches * (matrices + again)), data)

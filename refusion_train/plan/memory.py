@@ -1,8 +1,9 @@
 """Bytes on each rank: what stays, what comes and goes, and when the most is needed.
 
-This follows what `parallel.engine` really does with DeepSpeed 0.19. The gradients of all micro-batches of a step add
-up whole, in float32, on the parameters, and are reduced once, after the schedule. So ZeRO 2 needs less than ZeRO 1
-only after that, and even ZeRO 3 holds whole gradients meanwhile. `benchmarks/memory.py` measures all of it.
+This follows what `parallel.engine` really does with DeepSpeed 0.19. With ZeRO 1, and in any pipeline, the gradients of
+all micro-batches of a step add up whole, in float32, on the parameters, and are reduced once, after the schedule. ZeRO
+2 and 3 without a pipeline reduce them in every backward pass, so that only a rank's shard adds up.
+`benchmarks/memory.py` measures all of it.
 
 N: elements of a rank's piece of the model; D: data-parallel size; e: bytes of a weight (4, or 2 in bf16).
 """
@@ -30,8 +31,8 @@ _BATCH_BYTES = 8 + 8 + 8 + 8 + 4 + 1 + 1
 class Held:
     """What stays on a rank between steps, and its gradients, in bytes: the part that `benchmarks/memory.py` measures.
 
-    weights: what the model computes with; optimizer: float32 masters and Adam's two moments; gradients: whole, at the
-    end of the schedule; gradient_shard: what is left of them after the reduction.
+    weights: what the model computes with; optimizer: float32 masters and Adam's two moments; gradients: what adds up
+    over the micro-batches of a step, whole or in shards; gradient_shard: what is left of them for the update.
     """
 
     weights: int
@@ -82,6 +83,11 @@ class StageMemory:
 # -------------------------------------------------------------------------------------------------- held by the engine
 
 
+def reduces_early(config: Config) -> bool:
+    """Whether gradients are reduced in every backward pass, and not once per step."""
+    return config.parallel.zero_stage > 1 and config.parallel.pipeline == 1
+
+
 def held(config: Config, stage: Stage, data: int) -> Held:
     """Weights, optimizer state and gradients of the fullest data-parallel rank of a stage.
 
@@ -89,19 +95,19 @@ def held(config: Config, stage: Stage, data: int) -> Held:
     multiple of 2 D. weights e N; masters and moments 3 x 4 N / D; gradients 4 N, then 4 N / D. (In fp32 a parameter
     that is cut by the border of a shard keeps its whole gradient.)
     ZeRO 3: every parameter is cut in D equal parts, the last one padded: e N / D, and vectors are whole as well;
-    masters and moments 3 x 4 N / D; gradients 4 N, then 4 N / D.
+    masters and moments 3 x 4 N / D; gradients 4 N / D.
     """
     tensor, element = config.parallel.tensor, activations.element_bytes(config)
     groups = [stage.sizes(tensor, matrix=True), stage.sizes(tensor, matrix=False)]
     elements = sum(map(sum, groups))
     if config.parallel.zero_stage == 3:
         shard = sum(-(-size // data) for sizes in groups for size in sizes)
-        whole = sum(groups[1])
-        return Held(element * (shard + whole), 3 * FP32 * shard, FP32 * elements, FP32 * shard)
-    padded = [-(-sum(sizes) // (2 * data)) * 2 * data for sizes in groups]
-    shard = sum(padded) // data
-    left = shard if config.train.precision == "bf16" else _largest_overlap(groups, padded, data)
-    return Held(element * sum(padded), 3 * FP32 * shard, FP32 * elements, FP32 * left)
+        weights, left = element * (shard + sum(groups[1])), shard
+    else:
+        padded = [-(-sum(sizes) // (2 * data)) * 2 * data for sizes in groups]
+        shard, weights = sum(padded) // data, element * sum(padded)
+        left = shard if config.train.precision == "bf16" else _largest_overlap(groups, padded, data)
+    return Held(weights, 3 * FP32 * shard, FP32 * (left if reduces_early(config) else elements), FP32 * left)
 
 
 def _largest_overlap(groups: list[list[int]], padded: list[int], data: int) -> int:
@@ -120,14 +126,14 @@ def _largest_overlap(groups: list[list[int]], padded: list[int], data: int) -> i
     return max(totals)
 
 
-def gathered_bytes(config: Config, stage: Stage) -> int:
+def gathered_bytes(config: Config, stage: Stage, data: int) -> int:
     """Weights of other ranks that are whole at a time, ZeRO 3 only.
 
-    The embedding stays from the first forward pass to the update. Another matrix stays from its forward to its
-    backward pass if fewer than REUSE_DISTANCE elements are used in between, which are those of the layers behind it,
-    twice; it is fetched PREFETCH elements ahead of its use.
+    The embedding stays from its forward pass to the end. Another matrix stays from its forward to its backward pass if
+    fewer than REUSE_DISTANCE elements are used in between, which are those of the layers behind it, twice; it is
+    fetched PREFETCH elements ahead of its use.
     """
-    if config.parallel.zero_stage < 3:
+    if config.parallel.zero_stage < 3 or data == 1:
         return 0
     embedding, *others = stage.sizes(config.parallel.tensor, matrix=True)
     near = min(sum(others), REUSE_DISTANCE // 2 + PREFETCH + max(others))
@@ -202,13 +208,13 @@ def stage_memory(config: Config, stage: Stage, data: int, micro_batches: int) ->
 
     Phases:
     start       the model as built, and its flat copy (ZeRO 1, 2) or its shards (ZeRO 3)
-    schedule    everything but the reduction's; activations are fullest when the last layer (or the head) is at work
-    reduction   activations are gone: whole gradients, a bucket and its flat copy, and the shard that is filled
+    schedule    forward and backward passes: see `_schedule`, and where they are reduced early `_reducing`
+    reduction   once per step: activations are gone; whole gradients, a flat copy of a bucket, the shard that is filled
     update      the shard, in fp32 also flat, and with ZeRO 1 in bf16 what is left of whole gradients
     """
     kept = held(config, stage, data)
     parts = {
-        "gathered": gathered_bytes(config, stage),
+        "gathered": gathered_bytes(config, stage, data),
         "activations": activations.stage_bytes(config, stage, micro_batches),
         "logits": logits_bytes(config, stage),
         "head": head_bytes(config, stage),
@@ -224,19 +230,19 @@ def _phases(config: Config, stage: Stage, kept: Held, parts: dict[str, int], mic
     element, zero3 = activations.element_bytes(config), config.parallel.zero_stage == 3
     bf16 = config.train.precision == "bf16"
     whole = element * stage.local(config.parallel.tensor)
-    base = kept.weights + kept.optimizer + parts["batches"]
-    # ZeRO 3 keeps its bucket and the buffer of its shard for good.
-    standing = base + (kept.gradient_shard + parts["buckets"] if zero3 else 0)
-    shard = 0 if zero3 else kept.gradient_shard
-    largest = FP32 * max(weight.local(config.parallel.tensor) for weight in stage.weights)
+    # ZeRO 3 keeps its bucket for good.
+    standing = kept.weights + kept.optimizer + parts["batches"] + (parts["buckets"] if zero3 else 0)
     flat = kept.gradient_shard if zero3 or not bf16 else 0
     rest = parts["buckets"] if bf16 and config.parallel.zero_stage == 1 else 0
-    return {
+    phases = {
         "start": whole + (kept.weights if zero3 else whole) + kept.optimizer // 3,
         "schedule": standing + parts["gathered"] + _schedule(config, stage, kept, parts, micro_batches),
-        "reduction": standing + kept.gradients + max(parts["buckets"], largest) + shard,
-        "update": standing + shard + flat + rest,
+        "update": standing + kept.gradient_shard + flat + rest,
     }
+    if not reduces_early(config):
+        copied = max(parts["buckets"], _largest(config, stage))
+        phases["reduction"] = standing + kept.gradients + copied + kept.gradient_shard
+    return phases
 
 
 def _schedule(config: Config, stage: Stage, kept: Held, parts: dict[str, int], micro_batches: int) -> int:
@@ -247,15 +253,45 @@ def _schedule(config: Config, stage: Stage, kept: Held, parts: dict[str, int], m
     gradient in the model's dtype that becomes float32, while the activations of that pass are gone. With tied
     embeddings on one stage the gradient that the head made waits for this one.
     """
-    virtual, passes = (
-        config.parallel.virtual_pipeline,
-        activations.passes_in_flight(config, stage.number, micro_batches),
-    )
+    passes = activations.passes_in_flight(config, stage.number, micro_batches)
     matrix = _vocabulary_elements(config)
-    waiting = FP32 * matrix if stage.head and stage.embedding and config.model.tie_embeddings else 0
-    before_backward = passes == micro_batches * virtual
-    fullest = (0 if before_backward else kept.gradients) + parts["activations"]
-    fullest += max(parts["logits"] + parts["head"], waiting + parts["working"])
-    embedding = (activations.element_bytes(config) + FP32) * matrix if stage.embedding else 0
-    last = kept.gradients + parts["activations"] * (passes - 1) // passes + waiting + embedding
-    return max(fullest, last)
+    tied_here = stage.head and stage.embedding and config.model.tie_embeddings
+    waiting = FP32 * matrix if tied_here else 0
+    before_backward = passes == micro_batches * config.parallel.virtual_pipeline
+    gradients = 0 if before_backward and config.parallel.zero_stage < 3 else kept.gradients
+    last = kept.gradients + parts["activations"] * (passes - 1) // passes + waiting
+    last += (activations.element_bytes(config) + FP32) * matrix if stage.embedding else 0
+    moments = [
+        gradients + parts["activations"] + parts["logits"] + parts["head"],
+        gradients + parts["activations"] + waiting + parts["working"],
+        last,
+    ]
+    if reduces_early(config):
+        moments += _reducing(config, stage, kept, parts, waiting)
+    return max(moments)
+
+
+def _reducing(config: Config, stage: Stage, kept: Held, parts: dict[str, int], waiting: int) -> list[int]:
+    """Moments of a backward pass that is reduced at once: ZeRO 2 and 3 without a pipeline.
+
+    A bucket is there from the first gradient on. When it is full it is copied flat, and the activations of the layers
+    whose gradients it holds are gone. A matrix larger than a bucket is copied by itself: an untied head while
+    activations are full, the embedding at the end. In fp32 ZeRO 2 puts the shards of two micro-batches side by side.
+    """
+    bucket = 0 if config.parallel.zero_stage == 3 else parts["buckets"]
+    again = kept.gradients if config.parallel.zero_stage == 2 and config.train.precision == "fp32" else 0
+    shard, matrix = kept.gradients + again, FP32 * _vocabulary_elements(config)
+    filled = min(1.0, parts["buckets"] / (FP32 * stage.local(config.parallel.tensor)))
+    left = round(parts["activations"] * (1 - filled))
+    moments = [
+        kept.gradients + parts["activations"] + waiting + parts["working"] + bucket,
+        shard + left + waiting + parts["working"] + bucket + parts["buckets"],
+        shard + bucket + max(parts["buckets"], matrix) + matrix,
+    ]
+    if not config.model.tie_embeddings and matrix > parts["buckets"]:
+        moments.append(shard + parts["activations"] + 2 * matrix + bucket)
+    return moments
+
+
+def _largest(config: Config, stage: Stage) -> int:
+    return FP32 * max(weight.local(config.parallel.tensor) for weight in stage.weights)

@@ -30,8 +30,8 @@ def notes(plan: Plan) -> list[str]:
             f"{verdict}: the fullest rank needs {_gib(plan.peak)} GiB of {_gib(usable_bytes(plan.gpu_memory_gib))} GiB "
             f"that tensors can have on a GPU of {plan.gpu_memory_gib:g} GiB"
         )
-    if plan.layout.zero_stage > 1:
-        found.append("gradients of a step add up whole on every rank before ZeRO divides them: see the column")
+    if plan.layout.zero_stage == 2 and plan.layout.pipeline > 1:
+        found.append("in a pipeline gradients add up whole before they are reduced: ZeRO 2 needs as much as ZeRO 1")
     if not plan.arithmetic.measured_length:
         found.append("no dataset: attention is counted as if every row were one document, which is the most it can be")
     return found
