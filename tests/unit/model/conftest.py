@@ -19,3 +19,8 @@ def groups() -> Iterator[Groups]:
     yield init_groups(make_config())
     destroy()
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
