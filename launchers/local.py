@@ -28,7 +28,8 @@ from refusion_train.telemetry import ERROR_FILE
 STOPPED = 75  # EX_TEMPFAIL: stopped by a signal after saving; the same as of a single process
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _POLL_S = 0.05
-_LAST_WORDS_S = 3.0  # for ranks that lose a partner to say so, and for the first failure to become known
+_LAST_WORDS_S = 3.0  # for the others to report, once it is known why a rank has failed
+_CAUSE_S = 10.0  # for a rank to end that others have lost: its own error tells why
 _STRAGGLER_S = 60.0  # for the rest to end once a rank has ended well
 _PORT_TRIES = 3
 _PORT_TAKEN = ("eaddrinuse", "address already in use")
@@ -169,8 +170,12 @@ def _collect(ranks: list[_Rank]) -> list[_Rank]:
 
 
 def _let_speak(ranks: list[_Rank]) -> None:
-    deadline = time.monotonic() + _LAST_WORDS_S
-    while _collect(ranks) and time.monotonic() < deadline:
+    """After a first failure: wait for the others to end on their own, longer while all we have is consequences."""
+    began = time.monotonic()
+    while _collect(ranks):
+        known = any(rank.failed and not rank.lost_partner for rank in ranks)
+        if time.monotonic() - began > (_LAST_WORDS_S if known else _CAUSE_S):
+            return
         time.sleep(_POLL_S)
 
 

@@ -97,6 +97,7 @@ def test_a_killed_rank_takes_the_group_down(capfd: pytest.CaptureFixture[str]) -
 
 def test_the_cause_is_told_from_its_consequences(capfd: pytest.CaptureFixture[str]) -> None:
     """Rank 0 loses its partner and says so first; rank 1, which broke, takes its time to end."""
+    assert local._LAST_WORDS_S < 4 < local._CAUSE_S
     script = """
         sys.path.insert(0, '.')
         from refusion_train.telemetry import leave_error
@@ -104,7 +105,7 @@ def test_the_cause_is_told_from_its_consequences(capfd: pytest.CaptureFixture[st
         if rank == 0:
             leave_error(TrainingError('lost a partner'), consequence=True)
             sys.exit(1)
-        time.sleep(1)
+        time.sleep(4)
         leave_error(ValueError('a broken row'))
         print('Traceback of one')
         sys.exit(1)
