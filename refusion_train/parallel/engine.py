@@ -266,7 +266,7 @@ class Engine:
             betas=(train.beta1, train.beta2),
             eps=train.adam_eps,
             weight_decay=train.weight_decay,
-            fused=self.groups.device.type == "cuda",
+            fused=True,  # on CPU too: one pass over the memory instead of ten
         )
         import deepspeed
 
@@ -298,7 +298,6 @@ def deepspeed_config(config: Config, groups: Groups, parameters: list[torch.nn.P
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": stage,
-            "overlap_comm": False,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
             # Norms stay whole on every rank; matrices are gathered when they are needed.

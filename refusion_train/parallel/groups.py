@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from refusion_train.config import Config, data_parallel_size, validate
-from refusion_train.errors import ConfigError
+from refusion_train.errors import ConfigError, TrainingError
 from refusion_train.parallel import cpu
 
 DEFAULT_TIMEOUT_S = 1800.0
@@ -78,7 +78,8 @@ def init_groups(config: Config, timeout_s: float = DEFAULT_TIMEOUT_S) -> Groups:
     WORLD_SIZE this is a single process, which needs no port. NCCL on CUDA (one process per GPU, device LOCAL_RANK),
     gloo elsewhere. `timeout_s`: how long a collective waits for the other ranks.
 
-    Raises ConfigError, before any group exists, if the layout does not fit the number of processes.
+    Raises ConfigError, before any group exists, if the layout does not fit the number of processes, and TrainingError
+    if these do not find each other.
     """
     place = _read_environment()
     validate(config, place.world_size)
@@ -136,16 +137,22 @@ def _device(place: _Place) -> torch.device:
 
 
 def _init_torch(place: _Place, device: torch.device, timeout: timedelta) -> None:
-    # DeepSpeed reads these even when the group already exists.
-    for name, value in (("RANK", place.rank), ("WORLD_SIZE", place.world_size), ("LOCAL_RANK", place.local_rank)):
-        os.environ.setdefault(name, str(value))
+    os.environ.setdefault("LOCAL_RANK", str(place.local_rank))  # DeepSpeed insists on it
+    # Communicators are made when first used (no device_id here): most of megatron-core's groups never are.
     backend = "nccl" if device.type == "cuda" else "gloo"
-    bound = device if device.type == "cuda" else None
     if place.world_size == 1:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] (needs no port)
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=bound)
-    else:
-        dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=timeout, device_id=bound)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        return
+    try:
+        dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    except dist.DistError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        reason = str(error).strip().split("\n")[0]
+        raise TrainingError(
+            f"rank {place.rank} did not meet all {place.world_size} processes at MASTER_ADDR:MASTER_PORT = {address} "
+            f"within {timeout.total_seconds():.0f} s; see that all were started and can reach that port ({reason})"
+        ) from error
 
 
 def _init_megatron(config: Config, timeout_s: float) -> None:

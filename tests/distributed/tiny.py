@@ -85,7 +85,7 @@ def param_groups(chunks: list[SlotModel]) -> list[dict[str, Any]]:
 
 def start(config: Config) -> tuple[Groups, Engine]:
     """Join the group and build the engine."""
-    groups = init_groups(config, timeout_s=60)
+    groups = init_groups(config, timeout_s=120)
     return groups, Engine(config, groups, build_model_chunks(config, groups, bidirectional=False), param_groups)
 
 
