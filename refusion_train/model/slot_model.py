@@ -156,8 +156,9 @@ class SlotModel(torch.nn.Module):
     def _mark_parameters(self) -> None:
         parts, shared = self.pieces(), self.model.tie_embeddings and not (self.pre_process and self.post_process)
         for name, parameter in self.named_parameters():
-            split = self.tp_group.size() > 1 and not parts[name][0].replicated
-            mcore.tensor_parallel.set_tensor_model_parallel_attributes(parameter, split, parts[name][0].dim, 1)
+            # megatron-core 0.16 sets these only when it draws the weights itself, later versions always.
+            parameter.tensor_model_parallel = self.tp_group.size() > 1 and not parts[name][0].replicated  # type: ignore[attr-defined]
+            parameter.partition_dim, parameter.partition_stride = parts[name][0].dim, 1  # type: ignore[attr-defined]
             per_head = "q_layernorm" in name or "k_layernorm" in name
             partial = self.tp_group.size() > 1 and (per_head or getattr(parameter, "sequence_parallel", False))
             parameter.tensor_partial = partial  # type: ignore[attr-defined]
