@@ -23,12 +23,13 @@ from refusion_train.config import ModelConfig, ObjectiveConfig
 from refusion_train.convert.names import EMBEDDING, HEAD, logical_shapes
 from refusion_train.convert.safetensors_stream import Shape, sync_all, write_model
 from refusion_train.convert.tokenizer import write_tokenizer
-from refusion_train.data.tokenizer import META_FILE, MODEL_FILE, Tokenizer
+from refusion_train.data.tokenizer import Tokenizer
 from refusion_train.errors import CheckpointError, ConfigError, DataError
 
 _DTYPES = {
     "float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
 }  # fmt: skip
+_CODE = ("modeling_refusion.py", "decoding.py", "runner.py", "cache.py")
 _SHARD_BYTES = 5 * 10**9
 _CLASSES = {
     "qwen3": ("Qwen3ForCausalLM", "ReFusionQwen3ForCausalLM"),
@@ -60,11 +61,8 @@ def export_checkpoint(
     with new_folder(out, overwrite, _is_export) as target:
         write_model(target, _shapes(model), _DTYPES[dtype], _reader(folder, model), max_shard_bytes)
         write_tokenizer(tokens, target, model.max_sequence_length)
-        for name in (MODEL_FILE, META_FILE):
-            shutil.copyfile(tokens.folder / name, target / name)
-        for file in sorted(Path(refusion_train.hf.__path__[0]).glob("*.py")):
-            if file.name != "__init__.py":
-                shutil.copyfile(file, target / file.name)
+        for name in _CODE:
+            shutil.copyfile(Path(refusion_train.hf.__path__[0]) / name, target / name)
         _write_json(target / "generation_config.json", generation_config(objective, tokens))
         sync_all(path for path in target.iterdir() if path.is_file())
         config = model_config(model, objective, tokens, state, dtype=str(_DTYPES[dtype]).removeprefix("torch."))

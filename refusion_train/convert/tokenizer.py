@@ -3,23 +3,29 @@
 The same ids for every text: the pieces keep their ids and SentencePiece's order of merges, a space is a space (not
 U+2581, which would be confused with one in the text), unknown characters become bytes, and the literal text of a
 control token stays text (`split_special_tokens`). Only the begin token is put in front, unless
-`add_special_tokens=False`.
+`add_special_tokens=False`. Two corners where tokenizer.json cannot follow SentencePiece have classes of their own,
+for `trust_remote_code=True`: see refusion_train.hf.tokenization_refusion.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
-from refusion_train.data.tokenizer import MODEL_FILE, Tokenizer
+import refusion_train.hf
+from refusion_train.data.tokenizer import META_FILE, MODEL_FILE, Tokenizer
 from refusion_train.errors import DataError
 
 _SPACE = "\u2581"
+_BPE_CLASS = "tokenization_refusion.ReFusionTokenizer"
+_UNIGRAM_CLASS = "tokenization_refusion_unigram.ReFusionUnigramTokenizer"
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json. `longest`: positions of the model.
+    """Write all files of the tokenizer: tokenizers', our own, and the code. `longest`: positions of the model.
 
     Raises DataError for a tokenizer that cannot be written exactly.
     """
@@ -28,7 +34,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int) -> None:
     special = tokenizer.special_pieces
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "auto_map": {"AutoTokenizer": [None, "tokenization_refusion.ReFusionTokenizer"]},
+        "auto_map": {"AutoTokenizer": [_UNIGRAM_CLASS, None] if pieces.unigram else [None, _BPE_CLASS]},
         **{f"{name}_token": special[name] for name in ("bos", "eos", "pad", "unk", "mask") if name in special},
         "add_bos_token": "bos" in special,
         "clean_up_tokenization_spaces": False,
@@ -38,6 +44,11 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int) -> None:
         "split_special_tokens": True,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    code = Path(refusion_train.hf.__path__[0])
+    modules = [_BPE_CLASS, _UNIGRAM_CLASS] if pieces.unigram else [_BPE_CLASS]
+    for file in (*(code / f"{name.partition('.')[0]}.py" for name in modules),
+                 tokenizer.folder / MODEL_FILE, tokenizer.folder / META_FILE):  # fmt: skip
+        shutil.copyfile(file, folder / file.name)
 
 
 class _Pieces:
@@ -48,6 +59,7 @@ class _Pieces:
 
         model: Any = SentencePieceProcessor()
         model.LoadFromSerializedProto((tokenizer.folder / MODEL_FILE).read_bytes())
+        self.unigram = json.loads((tokenizer.folder / META_FILE).read_bytes()).get("model_type") == "unigram"
         count = model.vocab_size()
         self.text: list[str] = [model.id_to_piece(i).replace(_SPACE, " ") for i in range(count)]
         self.score: list[float] = [model.get_score(i) for i in range(count)]
@@ -72,10 +84,10 @@ def _pipeline(tokenizer: Tokenizer, pieces: _Pieces) -> dict[str, Any]:
             for i, piece in special
         ],
         "normalizer": None,
-        "pre_tokenizer": None,
+        "pre_tokenizer": _apart(tokenizer) if pieces.unigram else None,
         "post_processor": _begin_token(tokenizer),
         "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
-        "model": _bpe(tokenizer, pieces),
+        "model": _unigram(tokenizer, pieces) if pieces.unigram else _bpe(tokenizer, pieces),
     }  # fmt: skip
 
 
@@ -100,6 +112,30 @@ def _bpe(tokenizer: Tokenizer, pieces: _Pieces) -> dict[str, Any]:
         "vocab": {text: i for i, text in enumerate(pieces.text)},
         "merges": [[left, right] for _, _, left, right in sorted(merges, key=lambda merge: merge[:2])],
     }
+
+
+def _unigram(tokenizer: Tokenizer, pieces: _Pieces) -> dict[str, Any]:
+    """Pieces with their scores; what text must not become has the lowest, and `_apart` keeps text from it."""
+    lowest = min(pieces.score[i] for i in pieces.normal)
+    normal = set(pieces.normal)
+    return {
+        "type": "Unigram",
+        "unk_id": tokenizer.unk_id,
+        "vocab": [[text, pieces.score[i] if i in normal else lowest] for i, text in enumerate(pieces.text)],
+        "byte_fallback": True,
+    }
+
+
+def _apart(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Cuts literal names of control and byte tokens behind their first character, so that they are not those tokens.
+
+    Only unigram models need it: BPE reaches a token through merges, and no merge makes these.
+    """
+    names = [re.escape(piece) for piece in tokenizer.special_pieces.values()] + ["<0x[0-9A-F]{2}>"]
+    first = {name[0] for name in names}
+    assert first == {"<"}, f"names of control tokens begin with {first}"
+    rest = "|".join(name[1:] for name in names)
+    return {"type": "Split", "pattern": {"Regex": f"<(?={rest})"}, "behavior": "Isolated", "invert": False}
 
 
 def _begin_token(tokenizer: Tokenizer) -> dict[str, Any] | None:

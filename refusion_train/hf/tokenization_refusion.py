@@ -22,16 +22,17 @@ _UNKNOWN_SURFACE = " \u2047 "  # what SentencePiece writes for the unknown token
 codecs.register_error("refusion_bytes", lambda error: ("\ufffd", error.start + 1))  # type: ignore[attr-defined]
 
 
-class ReFusionTokenizer(PreTrainedTokenizerFast):
-    """Ids as by tokenizer.json, text as by SentencePiece."""
+class SentencePieceText:
+    """Text of token ids as SentencePiece writes it; a mixin before the class of transformers."""
 
     def _decode(self, token_ids: Any, skip_special_tokens: bool = False, *_: Any, **__: Any) -> str:
         """Text of token ids; control tokens are dropped, or written as they are called."""
+        own: Any = self
         ids = [token_ids] if isinstance(token_ids, int) else [int(token) for token in token_ids]
-        special = set(self.all_special_ids)
+        special = set(own.all_special_ids)
         parts: list[str] = []
         run = bytearray()
-        for token, piece in zip(ids, self.convert_ids_to_tokens(ids), strict=True):
+        for token, piece in zip(ids, own.convert_ids_to_tokens(ids), strict=True):
             match = _BYTE.fullmatch(piece)
             if match and token not in special:
                 run.append(int(match[1], 16))
@@ -40,7 +41,11 @@ class ReFusionTokenizer(PreTrainedTokenizerFast):
             run.clear()
             if token not in special or not skip_special_tokens:
                 parts.append(piece)
-            elif token == self.unk_token_id:
+            elif token == own.unk_token_id:
                 parts.append(_UNKNOWN_SURFACE)
         parts.append(run.decode("utf-8", "refusion_bytes"))
         return "".join(parts)
+
+
+class ReFusionTokenizer(SentencePieceText, PreTrainedTokenizerFast):  # type: ignore[misc]
+    """BPE vocabularies: ids by tokenizer.json, text as by SentencePiece."""

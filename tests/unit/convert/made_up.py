@@ -58,14 +58,17 @@ class Blocked:
         if name.split(".")[0] in ("refusion_train", "data_tools", "launchers", "megatron", "deepspeed"):
             raise ImportError(name + " is not to be had here")
 sys.meta_path.insert(0, Blocked())
-sys.modules["sentencepiece"] = None  # not installed
 import json, torch
 torch.set_num_threads(1)
 """
 
 
-def run_elsewhere(script: str, folder: Path, *arguments: str) -> Any:
-    """Run Python code in an isolated process in another place, without this package; returns what it prints as JSON."""
+def run_elsewhere(script: str, folder: Path, *arguments: str, sentencepiece: bool = False) -> Any:
+    """Run Python code in an isolated process in another place, without this package; returns what it prints as JSON.
+
+    sentencepiece: whether that process has the package of that name.
+    """
+    before = _BLOCK if sentencepiece else _BLOCK + "sys.modules['sentencepiece'] = None\n"
     home = folder / "elsewhere"
     home.mkdir(exist_ok=True)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -74,7 +77,7 @@ def run_elsewhere(script: str, folder: Path, *arguments: str) -> Any:
         "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-I", "-W", "ignore", "-c", _BLOCK + script, *arguments],
+        [sys.executable, "-I", "-W", "ignore", "-c", before + script, *arguments],
         cwd=home, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

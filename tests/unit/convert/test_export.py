@@ -21,7 +21,14 @@ from refusion_train.convert.export import export_checkpoint
 from refusion_train.data.tokenizer import Tokenizer
 from refusion_train.errors import CheckpointError, ConfigError, DataError, RefusionError
 
-CODE = {"modeling_refusion.py", "decoding.py", "cache.py", "runner.py", "tokenization_refusion.py"}
+CODE = {
+    "modeling_refusion.py",
+    "decoding.py",
+    "cache.py",
+    "runner.py",
+    "tokenization_refusion.py",
+    "tokenization_refusion_unigram.py",
+}
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "refusion_tokenizer.json"}
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import tiny_texts
 from made_up import run_elsewhere
 
+from data_tools.train_tokenizer import train_tokenizer
 from refusion_train.convert.tokenizer import write_tokenizer
 from refusion_train.data.tokenizer import SPECIAL_PIECES, Tokenizer
 
@@ -57,20 +59,27 @@ for name, tokenizer in (("plain", plain), ("exact", exact)):
         "kept": [tokenizer.decode(run) for run in runs],
         "special": [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.mask_token_id],
     }
+exact.save_pretrained("saved")
+again = AutoTokenizer.from_pretrained("saved", trust_remote_code=True)
+out["saved"] = again(texts)["input_ids"] == exact(texts)["input_ids"] and type(again).__name__ == type(exact).__name__
 print(json.dumps(out))
 """
 
 
-@pytest.fixture(scope="module")
-def elsewhere(tiny_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Any, Any, Any]:
+@pytest.fixture(scope="module", params=["bpe", "unigram"])
+def elsewhere(
+    request: pytest.FixtureRequest, tiny_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Tokenizer, Any, Any, Any]:
     """Our tokenizer, texts, runs of random ids, and what a process without this package makes of them."""
-    from refusion_train.hf import tokenization_refusion
-
-    tokenizer = Tokenizer.load(tiny_tokenizer)
     folder = tmp_path_factory.mktemp("hf")
+    if request.param == "bpe":
+        tokenizer = Tokenizer.load(tiny_tokenizer)
+    else:
+        corpus = folder / "corpus.txt"
+        corpus.write_text("\n".join(tiny_texts(200, seed=1)) + " -- == <a> (((())))")
+        train_tokenizer([str(corpus)], str(folder / "unigram"), 320, "unigram", progress=False)
+        tokenizer = Tokenizer.load(folder / "unigram")
     write_tokenizer(tokenizer, folder, 128)
-    code = Path(tokenization_refusion.__file__)
-    (folder / code.name).write_bytes(code.read_bytes())
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     rng = random.Random(1)
     # Many byte tokens (5..260): whole characters, broken ones, and both in a row.
@@ -83,17 +92,24 @@ def elsewhere(tiny_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) ->
         runs.append(run)
     given = texts(tokenizer, 1500)
     (folder / "given.json").write_text(json.dumps([given, runs]))
-    return tokenizer, given, runs, run_elsewhere(_CHECK, folder, str(folder), str(folder / "given.json"))
+    found = run_elsewhere(_CHECK, folder, str(folder), str(folder / "given.json"), sentencepiece=request.param != "bpe")
+    return tokenizer, given, runs, found
 
 
-@pytest.mark.parametrize("name", ["plain", "exact"])
-def test_ids_are_the_same(elsewhere: Any, name: str) -> None:
+def test_ids_are_the_same(elsewhere: Any) -> None:
     tokenizer, given, _, found = elsewhere
-    for text, ids, expected in zip(given, found[name]["ids"], tokenizer.encode_batch(given), strict=True):
-        assert ids == expected.tolist(), repr(text)
-    for text, ids in zip(given, found[name]["with_begin"], strict=False):
-        assert ids == [tokenizer.bos_id, *tokenizer.encode(text)]
-    assert found[name]["special"] == [tokenizer.special_ids[key] for key in ("bos", "eos", "pad", "mask")]
+    expected = [ids.tolist() for ids in tokenizer.encode_batch(given)]
+    exact = found["names"][1]
+    for name in ("plain", "exact"):
+        if (name, exact) == ("plain", "ReFusionUnigramTokenizer"):
+            # Of equally probable segmentations tokenizer.json may take another one; control tokens never come out.
+            same = [ids == other for ids, other in zip(found[name]["ids"], expected, strict=True)]
+            assert 0.98 * len(same) < sum(same) < len(same), "all the same: the class may go"
+            assert all(set(tokenizer.special_ids.values()).isdisjoint(ids) for ids in found[name]["ids"])
+        else:
+            assert found[name]["ids"] == expected
+            assert found[name]["with_begin"] == [[tokenizer.bos_id, *ids] for ids in expected[:20]]
+        assert found[name]["special"] == [tokenizer.special_ids[key] for key in ("bos", "eos", "pad", "mask")]
 
 
 @pytest.mark.parametrize("name", ["plain", "exact"])
@@ -104,8 +120,11 @@ def test_texts_come_back(elsewhere: Any, name: str) -> None:
 
 def test_broken_characters_are_decoded_as_sentencepiece_does(elsewhere: Any) -> None:
     tokenizer, _, runs, found = elsewhere
-    assert found["names"][1] == "ReFusionTokenizer" != found["names"][0]
     for run, text, kept in zip(runs, found["exact"]["runs"], found["exact"]["kept"], strict=True):
         assert text == tokenizer.decode(run), run
         assert kept == tokenizer.decode(run, keep_special=True), run
     assert found["plain"]["runs"] != found["exact"]["runs"], "tokenizers does it too now; the class may go"
+
+
+def test_a_saved_tokenizer_is_the_same(elsewhere: Any) -> None:
+    assert elsewhere[3]["saved"] is True
