@@ -18,7 +18,7 @@ BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 def _corpus(folder: Path) -> None:
     """A few hundred short documents in two of the formats that the data page names."""
     folder.mkdir()
-    words = "slot token mask row shard stream rank stage cursor document".split()
+    words = ["slot", "token", "mask", "row", "shard", "stream", "rank", "stage", "cursor", "document"]
     for number in range(30):
         (folder / f"{number}.txt").write_text(" ".join(words[(number + i * i) % 10] for i in range(60)) + "\n")
     lines = [
