@@ -75,12 +75,12 @@ def test_attended_length_is_that_of_packed_documents(length: int, row: int = 64)
         ({"partial_slot_probability": 0.5}, 1), ({"name": "mdm"}, 1), ({"name": "ar"}, 1), ({"name": "ar"}, 0),
     ],
 )  # fmt: skip
-def test_supervised_fraction_is_that_of_the_objective(objective: dict[str, Any], prompt: int, length: int = 64) -> None:
+def test_supervised_fraction_is_that_of_the_objective(objective: dict[str, Any], prompt: int, length: int = 32) -> None:
     from refusion_train.objective import make_objective
     from refusion_train.objective.batch import PackedDocuments
     from refusion_train.objective.noise import document_key
 
-    documents = 4000
+    documents = 20_000
     starts = np.arange(documents) * length
     settings = ObjectiveConfig(**objective)
     packed = PackedDocuments(
@@ -89,7 +89,7 @@ def test_supervised_fraction_is_that_of_the_objective(objective: dict[str, Any],
     )  # fmt: skip
     batch = make_objective(settings, 1, 0, backend="numpy").corrupt(packed)
     measured = np.count_nonzero(batch.target_kind) / batch.target_kind.size
-    assert compute.supervised_fraction(settings, length, prompt) == pytest.approx(measured, abs=0.01)
+    assert compute.supervised_fraction(settings, length, prompt) == pytest.approx(measured, abs=0.006)
 
 
 def test_a_document_without_response_has_no_targets() -> None:

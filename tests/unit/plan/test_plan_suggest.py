@@ -47,6 +47,16 @@ def test_fastest_come_first(found: list[Suggestion]) -> None:
     assert all(later >= 0.98 * earlier for earlier, later in itertools.pairwise(times))
 
 
+def test_estimated_times_are_those_of_the_arithmetic_and_more(large: Config, found: list[Suggestion]) -> None:
+    planned = plan(large, 16, gpu="H100")
+    assert planned.duration.tokens_per_s is not None
+    ideal = planned.duration.tokens_per_step / planned.duration.tokens_per_s
+    assert all(ideal < entry.step_s < 4 * ideal for entry in found)
+    by_shape = {(entry.tensor, entry.pipeline, entry.virtual_pipeline): entry.step_s for entry in found}
+    assert by_shape[8, 1, 1] > 1.05 * by_shape[2, 1, 1]  # more to sum over tensor-parallel ranks
+    assert by_shape[2, 4, 1] > by_shape[2, 4, 3]  # a larger bubble
+
+
 def test_less_memory_means_more_pieces_or_recomputation(large: Config) -> None:
     def first(memory: float) -> tuple[int, int]:
         (best,) = suggest(large, 16, memory, limit=1)
@@ -80,6 +90,13 @@ def test_printed_plan() -> None:
     ):  # fmt: skip
         assert part in text, f"'{part}' is not in the plan"
     assert max(map(len, text.splitlines())) <= 120
+
+
+def test_the_verdict_is_printed() -> None:
+    config = load("qwen3-0.6b")
+    assert "- DOES NOT FIT: " in _printed(lambda console: render(plan(config, 8, gpu_memory_gib=8), console))
+    assert "- fits: " in _printed(lambda console: render(plan(config, 8, gpu_memory_gib=80), console))
+    assert "GiB that tensors" not in _printed(lambda console: render(plan(config, 8), console))
 
 
 def test_printed_suggestions(found: list[Suggestion]) -> None:
