@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -21,14 +22,7 @@ from refusion_train.convert.export import export_checkpoint
 from refusion_train.data.tokenizer import Tokenizer
 from refusion_train.errors import CheckpointError, ConfigError, DataError, RefusionError
 
-CODE = {
-    "modeling_refusion.py",
-    "decoding.py",
-    "cache.py",
-    "runner.py",
-    "tokenization_refusion.py",
-    "tokenization_refusion_unigram.py",
-}
+CODE = {"modeling_refusion.py", "decoding.py", "cache.py", "runner.py", "tokenization_refusion.py"}
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "refusion_tokenizer.json"}
 
 
@@ -60,6 +54,20 @@ def test_the_folder_holds_what_it_should(exported: Path) -> None:
     assert config["refusion"]["objective"] == "slots" and config["refusion"]["cross_slot_targets"] is True
     assert config["refusion"]["mask_token_id"] == 4 and config["vocab_size"] == VOCABULARY
     assert not [path for path in exported.parent.iterdir() if path != exported]
+
+
+def test_the_modelling_code_names_all_its_files(exported: Path) -> None:
+    """transformers before 5 copies a file's own relative imports only, not those of its neighbours."""
+    named = {
+        file.name: set(re.findall(r"^from \.(\w+) import", file.read_text(), re.MULTILINE))
+        for file in exported.glob("*.py")
+    }
+    for root in ("modeling_refusion.py", "tokenization_refusion.py"):
+        for neighbour in named[root]:
+            assert named[f"{neighbour}.py"] <= named[root], f"{root} must import what {neighbour}.py does"
+    assert {f"{name}.py" for name in named["modeling_refusion.py"]} == CODE - {
+        "modeling_refusion.py", "tokenization_refusion.py"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import tiny_texts
 from made_up import run_elsewhere
+from tiny_texts import tiny_texts
 
 from data_tools.train_tokenizer import train_tokenizer
 from refusion_train.convert.tokenizer import write_tokenizer
