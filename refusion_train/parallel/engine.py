@@ -212,9 +212,8 @@ class Engine:
         """Zeros where a rank's batches did not reach a parameter, so that all ranks reduce the same tensors."""
         for parameter in self._parameters:
             if parameter.grad is None:
-                shape = getattr(parameter, "ds_shape", parameter.shape)
                 dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-                parameter.grad = torch.zeros(shape, dtype=dtype, device=self.groups.device)
+                parameter.grad = torch.zeros_like(parameter, dtype=dtype)
 
     def _drop_gradients(self) -> None:
         for parameter in self._parameters:
