@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaForCausalLM, Qwen3ForCausalLM
 from transformers.utils.generic import ModelOutput
 
+from .cache import KeyValueCache  # noqa: F401 - transformers before 5 copies only what this file imports itself
 from .decoding import Settings
 from .runner import Decoded, Update, decode
 

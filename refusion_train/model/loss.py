@@ -91,7 +91,8 @@ class _HeadLoss(torch.autograd.Function):
         entropy = torch.empty(rows, dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if want_weight else None
-        for start in range(0, rows, chunk := chunk_rows(part.size, hidden.device)):
+        # By the rows with padding, so that ranks that hold different shares of it exchange the same chunks.
+        for start in range(0, rows, chunk := chunk_rows(weight.shape[0], hidden.device)):
             span = slice(start, start + chunk)
             logits, normaliser, entropy[span] = _softmax_terms(hidden[span] @ matrix.t(), labels[span], part)
             if grad_hidden is None and grad_weight is None:

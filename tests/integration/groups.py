@@ -12,6 +12,7 @@ import multiprocessing.connection
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ class Group:
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port), **processes._ENVIRONMENT,
             }  # fmt: skip
-            arguments = theirs, config, place, str(self._logs[rank]), prepare
+            arguments = theirs, config, place, str(self._logs[rank]), prepare, os.getpid()
             process = context.Process(target=_rank, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -109,7 +110,9 @@ def _rank(
     place: dict[str, str],
     log: str,
     prepare: Callable[[], None] | None,
+    tests: int,
 ) -> None:
+    threading.Thread(target=_end_with, args=(tests,), daemon=True).start()
     os.environ.update(place)
     with open(log, "wb", buffering=0) as output:
         os.dup2(output.fileno(), 1)
@@ -131,6 +134,13 @@ def _rank(
         outcome = Outcome(1, traceback.format_exc())
     pipe.send(outcome)
     os._exit(0)
+
+
+def _end_with(pid: int) -> None:
+    """Leave no rank behind when the tests themselves are killed."""
+    while Path(f"/proc/{pid}").exists():
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def train_group(config: Config, count: int) -> str:
