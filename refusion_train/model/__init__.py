@@ -6,4 +6,4 @@ It knows nothing of slots, noise or objectives: those are in the batch (see `ref
 import warnings
 
 # megatron-core says so once per module on import; the fallbacks are what this package is tested with.
-warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
