@@ -20,7 +20,7 @@ from rich.console import Console
 from refusion_train.config import load, validate
 from refusion_train.errors import ConfigError, TrainingError
 
-VOCAB_SIZE = 4096
+VOCAB_SIZE = 512
 TOKENIZER_SAMPLE = 8 << 20  # bytes of text that the tokenizer learns from
 VALIDATION_FRACTION = 0.05
 PROMPT = "def read_config(path):\n    "
