@@ -35,11 +35,11 @@ def compute(tensor: int) -> dict[str, dict[str, Any]]:
     import torch.distributed as dist
     from model_cases import make_batch, make_config, make_model, on_device
 
-    from refusion_train.model import loss
+    from refusion_train.model import loss as loss_module
     from refusion_train.parallel.groups import destroy, init_groups
 
     # Several chunks of rows, and not as many of them if a rank went by its share of the vocabulary without padding.
-    loss.CHUNK_BYTES["cpu"] = 64 * 20 * 4
+    loss_module.CHUNK_BYTES["cpu"] = 64 * 20 * 4
     results, groups = {}, None
     for case, (shape, sequence, recompute) in CASES.items():
         config = make_config(**shape)
