@@ -18,8 +18,7 @@ def corrupt_ar(batch: Batch, packed: PackedDocuments) -> None:
     flat, labels, kind = packed.tokens.reshape(-1), batch.labels.reshape(-1), batch.target_kind.reshape(-1)
     # Sources of targets: from the prompt's last token (or the first token) up to the last but one.
     first = packed.starts + np.maximum(packed.prompts - 1, 0)
-    count = np.maximum(packed.starts + packed.lengths - 1 - first, 0)
-    count[packed.lengths == packed.prompts] = 0
+    count = packed.starts + packed.lengths - 1 - first
     target = ranges(first, count)
     kind[target] = CLEAN
     labels[target] = flat[target + 1]

@@ -156,8 +156,6 @@ def corrupt_ar(
         number = number + 1 if start // width == row else 0
         row = start // width
         first = at - _ONE if at > start else at  # the first token with a target; the last one has none
-        if at == stop:
-            first = stop
         for i in range(start, stop):
             ids[i], positions[i], documents[i], buckets[i] = tokens[i], i - start, number, 0
         targets = _ZERO

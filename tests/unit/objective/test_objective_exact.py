@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from refusion_train.config import ObjectiveConfig
 from refusion_train.errors import ConfigError
-from refusion_train.objective import Batch, PackedDocuments, make_objective
+from refusion_train.objective import Batch, PackedDocuments, api, make_objective
 
 MASK, PAD = 4, 0
 BACKENDS = ("numba", "numpy")
@@ -66,10 +66,19 @@ def test_any_packing(packed: PackedDocuments, config: ObjectiveConfig, t: float 
 
 @pytest.mark.parametrize("partial", [0.0, 0.5])
 def test_long_documents_with_many_slots(partial: float) -> None:
-    """Enough slots that sorting deals them into buckets first, and rows enough for several passes of numpy."""
+    """Enough slots that sorting deals them into buckets first."""
     documents = [(row, 0, 20000, 17 * row, row) for row in range(4)]
     packed = plain_objective.pack(documents, 4, 20000)
     check(packed, ObjectiveConfig(slot_sizes=[1, 4], slot_weights=[1, 3], partial_slot_probability=partial))
+
+
+@pytest.mark.parametrize("name", ["slots", "ar", "mdm"])
+def test_numpy_passes_over_a_few_rows_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when a row has no documents; each document keeps its own t."""
+    monkeypatch.setattr(api, "_TOKENS_AT_ONCE", 100)
+    documents = [(row, at, 20, 1, 3 * row + at) for row in range(7) if row != 4 for at in (0, 25)]
+    packed = plain_objective.pack(documents, 7, 45)
+    check(packed, ObjectiveConfig(name=name), np.linspace(0, 1, len(documents)))
 
 
 @pytest.mark.parametrize("weights", [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 2.0], [0.2, 0.3, 0.5]])
