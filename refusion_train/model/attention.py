@@ -7,12 +7,14 @@ so that recomputation and interleaved pipelines, which replay micro-batches in a
 Kernels (`REFUSION_ATTENTION`, default `auto`):
 - `loop`: scaled_dot_product_attention document by document; the CPU's, and the fallback for float32 on a GPU. On CPU a
   dense mask or jagged tensors cost 5 times as much or have no kernel.
-- `varlen`: torch's variable-length flash attention; the default for bf16 on a GPU.
+- `varlen`: torch's variable-length flash attention (torch 2.10 or later); the default for bf16 on a GPU.
 - `flash_attn`: the package of that name, if it is installed and asked for.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import inspect
 import itertools
 import os
@@ -94,9 +96,16 @@ def select_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
     flash = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     if wish in ("varlen", "flash_attn") and not flash:
         raise ConfigError(f"REFUSION_ATTENTION={wish} needs a GPU and train.precision=bf16; use auto or loop")
+    if wish == "varlen" and not _has_varlen():
+        raise ConfigError("REFUSION_ATTENTION=varlen needs torch 2.10 or later; use auto or loop")
     if wish == "flash_attn":
         return _flash_attn
-    return _varlen if flash and wish != "loop" else _loop
+    return _varlen if flash and wish != "loop" and _has_varlen() else _loop
+
+
+@functools.cache
+def _has_varlen() -> bool:
+    return importlib.util.find_spec("torch.nn.attention.varlen") is not None
 
 
 def _loop(
@@ -133,14 +142,22 @@ def _varlen(
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    # torch 2.10 says is_causal, later ones describe a window of keys to the left and right of the query.
-    if "window_size" in inspect.signature(varlen_attn).parameters:
-        mask: dict[str, Any] = {"window_size": (-1, 0) if causal else (-1, -1)}
-    else:
-        mask = {"is_causal": causal}
-    out = varlen_attn(query, key, value, boundaries, boundaries, longest, longest, enable_gqa=True, **mask)
+    options = _varlen_options(varlen_attn, causal)
+    if "enable_gqa" not in options:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    out = varlen_attn(query, key, value, boundaries, boundaries, longest, longest, **options)
     assert isinstance(out, torch.Tensor), "varlen_attn returned more than the attention"
     return out
+
+
+@functools.cache
+def _varlen_options(function: Callable[..., Any], causal: bool) -> dict[str, Any]:
+    """How this version of torch is told the mask: 2.10 by a flag, later ones by a window of keys around the query."""
+    known = inspect.signature(function).parameters
+    options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in known else {}
+    if "window_size" in known:
+        return {**options, "window_size": (-1, 0) if causal else (-1, -1)}
+    return {**options, "is_causal": causal}
 
 
 def _flash_attn(
