@@ -118,7 +118,7 @@ def test_processes_that_start_together_share_one_cache(tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    outputs = [process.communicate(timeout=120)[0].split() for process in processes]
+    outputs = [process.communicate(timeout=300)[0].split() for process in processes]
     assert all(process.returncode == 0 for process in processes)
     assert outputs[0][0] == outputs[1][0]
     assert sorted(output[1:] for output in outputs) == [["0", "1"], ["1", "0"]], "one compiles, the other loads"
