@@ -20,7 +20,7 @@ from rich.console import Console
 from refusion_train.config import load, validate
 from refusion_train.errors import ConfigError, TrainingError
 
-VOCAB_SIZE = 512
+VOCAB_SIZE = 384  # bytes and a few pieces: a million tokens teach no more
 TOKENIZER_SAMPLE = 8 << 20  # bytes of text that the tokenizer learns from
 VALIDATION_FRACTION = 0.05
 PROMPT = "def read_config(path):\n    "
