@@ -49,7 +49,7 @@ def run_demo(folder: Path, overrides: list[str], nproc: int, fresh: bool) -> int
         _remove_demo(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _MARK).touch()
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     _prepare_data(console, tokenizer, shards)
 
     _headline(console, 3, f"Pretraining on {nproc} processes (configs/demo.yaml; run folder {run_dir})")
