@@ -81,7 +81,7 @@ def check_attention(report: Report, device: torch.device, dtype: torch.dtype, to
     report.say(f"1. attention: {kernel.__name__.strip('_')} in {dtype} on {device}")
     for causal in (True, False):
         wanted = _loop(exact[0], exact[1], exact[2], boundaries, tokens, causal)
-        out = kernel(*low, boundaries.to(device), tokens, causal)
+        out = kernel(low[0], low[1], low[2], boundaries.to(device), tokens, causal)
         name = "causal" if causal else "both ways"
         report.compare(f"output, {name}", _distance(out, wanted), OUTPUT_TOLERANCE)
         gradients = torch.autograd.grad(out, low, grad.to(device, dtype))
