@@ -38,6 +38,8 @@ class ModelConfig:
     # The embedding is padded to a multiple of this, whatever the layout, so that checkpoints need no re-padding.
     vocab_multiple: int = 128
     qk_norm: bool = True
+    # Biases of query, key and value, as in Qwen2; no family has them together with qk_norm.
+    qkv_bias: bool = False
     tie_embeddings: bool = True
     rope_theta: float = 1_000_000.0
     norm_eps: float = 1e-6
@@ -381,6 +383,10 @@ def _check_model(config: Config) -> None:
     _require(
         model.num_heads % model.num_kv_heads == 0,
         f"model.num_heads={model.num_heads} must be a multiple of model.num_kv_heads={model.num_kv_heads}",
+    )
+    _require(
+        not (model.qk_norm and model.qkv_bias),
+        "model.qkv_bias=true with model.qk_norm=true is the shape of no known family; set one of them to false",
     )
     _require(model.head_dim % 2 == 0, f"model.head_dim={model.head_dim} must be even (rotary pairs)")
     _require(model.vocab_size is None or model.vocab_size > 0, f"model.vocab_size={model.vocab_size} must be positive")

@@ -124,8 +124,11 @@ def _columns(size: Callable[[ModelConfig], int]) -> _Rule:
     return rule
 
 
-def _attention(heads: Callable[[int], tuple[int, int]], per_group: Callable[[int], int]) -> _Rule:
-    """Query, key or value rows of the joint matrix, whose blocks are: queries of a group, its key, its value."""
+def _attention(heads: Callable[[int], tuple[int, int]], per_group: Callable[[int], int], bias: bool = False) -> _Rule:
+    """Query, key or value rows of the joint matrix, whose blocks are: queries of a group, its key, its value.
+
+    bias: of the joint vector of biases instead.
+    """
 
     def rule(name: str, place: _Place) -> Piece:
         model = place.model
@@ -135,7 +138,7 @@ def _attention(heads: Callable[[int], tuple[int, int]], per_group: Callable[[int
         rows = model.num_kv_heads * per_group(queries) * model.head_dim
         local = place.share(rows)
         return Piece(
-            name, (rows, model.hidden_size), groups, first * model.head_dim, last * model.head_dim,
+            name, (rows,) if bias else (rows, model.hidden_size), groups, first * model.head_dim, last * model.head_dim,
             0, place.tp_rank * local, local, False,
         )  # fmt: skip
 
@@ -157,13 +160,24 @@ def _half(number: int) -> _Rule:
 _hidden = _norm(lambda model: model.hidden_size)
 _head = _norm(lambda model: model.head_dim)
 
+# Within a block of the joint matrix, in heads: from, to; and how many heads of it a group has.
+_Heads = tuple[Callable[[int], tuple[int, int]], Callable[[int], int]]
+_QUERY: _Heads = (lambda queries: (0, queries), lambda queries: queries)
+_KEY: _Heads = (lambda queries: (queries, queries + 1), lambda _: 1)
+_VALUE: _Heads = (lambda queries: (queries + 1, queries + 2), lambda _: 1)
+
 # parameter of a layer -> (tensor of the Hugging Face layer, where it lies)
 _LAYER_TABLE: dict[str, list[tuple[str, _Rule]]] = {
     "input_layernorm.weight": [("input_layernorm.weight", _hidden)],
     "self_attention.linear_qkv.weight": [
-        ("self_attn.q_proj.weight", _attention(lambda queries: (0, queries), lambda queries: queries)),
-        ("self_attn.k_proj.weight", _attention(lambda queries: (queries, queries + 1), lambda _: 1)),
-        ("self_attn.v_proj.weight", _attention(lambda queries: (queries + 1, queries + 2), lambda _: 1)),
+        ("self_attn.q_proj.weight", _attention(*_QUERY)),
+        ("self_attn.k_proj.weight", _attention(*_KEY)),
+        ("self_attn.v_proj.weight", _attention(*_VALUE)),
+    ],
+    "self_attention.linear_qkv.bias": [
+        ("self_attn.q_proj.bias", _attention(*_QUERY, bias=True)),
+        ("self_attn.k_proj.bias", _attention(*_KEY, bias=True)),
+        ("self_attn.v_proj.bias", _attention(*_VALUE, bias=True)),
     ],
     "self_attention.q_layernorm.weight": [("self_attn.q_norm.weight", _head)],
     "self_attention.k_layernorm.weight": [("self_attn.k_norm.weight", _head)],
@@ -212,10 +226,12 @@ def join(parameter: torch.Tensor, parts: list[Piece], values: dict[str, torch.Te
 def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every logical tensor of the model with its full shape, in the order of the model."""
     place = _Place(model, 0, 1)
+    absent = () if model.qk_norm else ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
+    absent += () if model.qkv_bias else ("self_attention.linear_qkv.bias",)
     shapes = {EMBEDDING: _vocabulary(EMBEDDING, place).shape}
     for layer in range(model.num_layers):
         for inner, rules in _LAYER_TABLE.items():
-            if model.qk_norm or "_layernorm" not in inner or "self_attention" not in inner:
+            if inner not in absent:
                 shapes |= {f"model.layers.{layer}.{name}": rule(name, place).shape for name, rule in rules}
     shapes["model.norm.weight"] = (model.hidden_size,)
     if not model.tie_embeddings:

@@ -115,6 +115,7 @@ def transformer_config(config: Config) -> TransformerConfig:
             normalization="RMSNorm",
             qk_layernorm=model.qk_norm,
             add_bias_linear=False,
+            add_qkv_bias=model.qkv_bias,
             hidden_dropout=0.0,
             attention_dropout=0.0,
             tensor_model_parallel_size=parallel.tensor,

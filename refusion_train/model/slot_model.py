@@ -197,7 +197,7 @@ def initialise(chunk: SlotModel, config: Config) -> None:
 
     Each logical tensor has its own generator, seeded by (seed, its name), is drawn whole in float32 and cut to the
     part of this rank; one full tensor is held at a time. Normal with `init_std`; matrices that write into the
-    residual stream are divided by sqrt(2 * layers), as in GPT-2; norms are 1; rows of padding are 0.
+    residual stream are divided by sqrt(2 * layers), as in GPT-2; norms are 1; biases and rows of padding are 0.
     """
     for name, parameter in chunk.named_parameters():
         for piece in chunk.pieces()[name]:
@@ -206,7 +206,7 @@ def initialise(chunk: SlotModel, config: Config) -> None:
 
 def _draw(piece: Piece, config: Config) -> torch.Tensor:
     if len(piece.shape) == 1:
-        return torch.ones(piece.shape)
+        return torch.zeros(piece.shape) if piece.name.endswith(".bias") else torch.ones(piece.shape)
     digest = hashlib.sha256(f"{config.seed}:{piece.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     std = config.model.init_std

@@ -84,11 +84,13 @@ def layer_weights(model: ModelConfig) -> list[Weight]:
     """The parameters of one layer: a multi-head attention with grouped keys and values, and a gated feed-forward."""
     hidden, width = model.hidden_size, model.head_dim
     heads, kv_heads = model.num_heads, model.num_kv_heads
+    biases = [Weight("query_key_value_bias", (heads + 2 * kv_heads) * width, split=True, matrix=False)] * model.qkv_bias
     per_head = [Weight("norm", width, split=False, matrix=False)] * (2 * model.qk_norm)
     return [
         Weight("norm", hidden, split=False, matrix=False),
         Weight("attention_output", heads * width * hidden, split=True, matrix=True),
         Weight("query_key_value", (heads + 2 * kv_heads) * width * hidden, split=True, matrix=True),
+        *biases,
         *per_head,
         Weight("norm", hidden, split=False, matrix=False),
         Weight("gate_up", 2 * model.ffn_size * hidden, split=True, matrix=True),

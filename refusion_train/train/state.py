@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from refusion_train.config import Config, all_keys
+from refusion_train.config import Config, ModelConfig, all_keys
 from refusion_train.data.loader import Cursor
 from refusion_train.data.shards import ShardSet
 from refusion_train.errors import CheckpointError, ConfigError
@@ -22,7 +22,7 @@ FIXED_KEYS = (
     "objective.name", "objective.rng",
     *(f"model.{name}" for name in (
         "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "vocab_size",
-        "vocab_multiple", "qk_norm", "tie_embeddings", "rope_theta", "norm_eps",
+        "vocab_multiple", "qk_norm", "qkv_bias", "tie_embeddings", "rope_theta", "norm_eps",
     )),
 )  # fmt: skip
 # Where things are and how they are computed: changes of these need no mention.
@@ -95,7 +95,7 @@ def check_unchanged(saved: dict[str, Any], config: Config, dataset: ShardSet, fo
             f"that of checkpoint {folder} ({data.get('path')}) is {data.get('fingerprint')}; "
             "give the same data, or another run_dir for a new run"
         )
-    now, before = dataclasses.asdict(config), saved.get("config", {})
+    now, before = dataclasses.asdict(config), _whole(saved.get("config", {}))
     changes = []
     for key in all_keys():
         old, new = _get(before, key), _get(now, key)
@@ -116,7 +116,7 @@ def adopt_model(saved: dict[str, Any], config: Config, tokenizer: dict[str, str]
 
     Raises ConfigError.
     """
-    before = saved.get("config", {})
+    before = _whole(saved.get("config", {}))
     if config.model.vocab_size is None:
         config.model.vocab_size = _get(before, "model.vocab_size")
     now = dataclasses.asdict(config)
@@ -130,6 +130,11 @@ def adopt_model(saved: dict[str, Any], config: Config, tokenizer: dict[str, str]
             f"data.validation={config.data.validation} was made with another tokenizer ({tokenizer}) than the data of "
             f"checkpoint {folder} ({made_by}); build it with the same"
         )
+
+
+def _whole(saved: dict[str, Any]) -> dict[str, Any]:
+    """A saved configuration with the defaults of model keys that its version did not have yet."""
+    return {**saved, "model": {**dataclasses.asdict(ModelConfig()), **saved.get("model", {})}}
 
 
 def _get(tree: Any, key: str) -> Any:

@@ -17,6 +17,8 @@ CASES: dict[str, tuple[dict[str, Any], bool, str]] = {
     "tied": ({}, False, "none"),
     "untied": (dict(tie_embeddings=False), False, "none"),
     "without q/k norm": (dict(qk_norm=False), False, "none"),
+    "biases": (dict(qk_norm=False, qkv_bias=True), False, "none"),
+    "sequence, biases": (dict(qk_norm=False, qkv_bias=True), True, "none"),
     "second rank holds only padding": (dict(vocab_size=30), False, "none"),
     "selective recomputation": ({}, False, "selective"),
     "sequence": ({}, True, "none"),
@@ -57,7 +59,7 @@ def compute(tensor: int) -> dict[str, dict[str, Any]]:
             assert grad is not None, f"{name} has no gradient"
             if parameter.tensor_partial:
                 dist.all_reduce(grad, group=groups.tp_group)
-            assert parameter.tensor_model_parallel == (tensor > 1 and parameter.dim() == 2), name
+            assert parameter.tensor_model_parallel == (tensor > 1 and "norm" not in name), name
             for piece in pieces:
                 values = piece.take(parameter.detach()).clone(), piece.take(grad).clone()
                 parts.setdefault(piece.name, []).append((piece, *values))

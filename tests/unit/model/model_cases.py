@@ -31,12 +31,14 @@ def make_config(**model: Any) -> Config:
 
 
 def make_model(config: Config, groups: Groups, bidirectional: bool = False) -> SlotModel:
-    """A whole model on one rank, its norms moved away from 1 so that they matter."""
+    """All layers on one stage; norms are moved away from 1 and biases from 0 so that they matter."""
     model = build_model_chunks(config, groups, bidirectional)[0]
     generator = torch.Generator().manual_seed(5)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    for name, parts in model.pieces().items():
+        for piece in parts:
+            if len(piece.shape) == 1:
+                noise = 0.3 * torch.randn(piece.shape, generator=generator)[piece.slices]
+                piece.put(model.get_parameter(name).data, piece.take(model.get_parameter(name).data) + noise)
     return model
 
 
@@ -98,18 +100,27 @@ def gradients(model: SlotModel) -> dict[str, torch.Tensor]:
 
 
 def transformers_model(config: Config, weights: dict[str, torch.Tensor]) -> Any:
-    """Qwen3ForCausalLM (LlamaForCausalLM without q/k norms) with these weights, its padded rows cut off."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    """Qwen3ForCausalLM with these weights, its padded rows cut off; Qwen2 with biases, Llama without q/k norms."""
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
 
     model = config.model
     kind, cls = (Qwen3Config, Qwen3ForCausalLM) if model.qk_norm else (LlamaConfig, LlamaForCausalLM)
+    if model.qkv_bias:
+        kind, cls = Qwen2Config, Qwen2ForCausalLM
     description = kind(
         vocab_size=model.vocab_size, hidden_size=model.hidden_size, intermediate_size=model.ffn_size,
         num_hidden_layers=model.num_layers, num_attention_heads=model.num_heads,
         num_key_value_heads=model.num_kv_heads, head_dim=model.head_dim, rms_norm_eps=model.norm_eps,
         rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
         tie_word_embeddings=model.tie_embeddings, max_position_embeddings=model.max_sequence_length,
-        attn_implementation="eager", attention_bias=False,
+        attn_implementation="eager", **({} if model.qkv_bias else {"attention_bias": False}),
     )  # fmt: skip
     reference = cls(description).eval()
     padded = padded_vocab_size(model)

@@ -23,6 +23,8 @@ def parameters(model: ModelConfig, tp: int) -> dict[str, tuple[int, ...]]:
         "mlp.linear_fc1.weight": (2 * model.ffn_size // tp, hidden),
         "mlp.linear_fc2.weight": (hidden, model.ffn_size // tp),
     }
+    if model.qkv_bias:
+        layer["self_attention.linear_qkv.bias"] = ((heads + 2 * groups) * dim // tp,)
     if model.qk_norm:
         layer |= {"self_attention.q_layernorm.weight": (dim,), "self_attention.k_layernorm.weight": (dim,)}
     shapes = {"embedding.weight": (padded_vocab_size(model) // tp, hidden)}
@@ -41,7 +43,7 @@ def shape_of(**changes: int | bool) -> ModelConfig:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize(("qk_norm", "tied"), list(itertools.product([True, False], repeat=2)))
 def test_split_then_join_is_the_identity(tp: int, qk_norm: bool, tied: bool) -> None:
-    model = shape_of(qk_norm=qk_norm, tie_embeddings=tied)
+    model = shape_of(qk_norm=qk_norm, qkv_bias=not qk_norm, tie_embeddings=tied)
     for rank in range(tp):
         for name, shape in parameters(model, tp).items():
             parts = pieces(name, model, rank, tp, layer_offset=0)
@@ -56,7 +58,7 @@ def test_split_then_join_is_the_identity(tp: int, qk_norm: bool, tied: bool) -> 
 @pytest.mark.parametrize("tied", [True, False])
 def test_ranks_hold_every_element_exactly_once(tp: int, tied: bool) -> None:
     """From full tensors to the ranks and back: nothing is lost, nothing is there twice, replicas are whole."""
-    model = shape_of(tie_embeddings=tied)
+    model = shape_of(tie_embeddings=tied, qkv_bias=tied)
     full = {name: torch.randn(shape) for name, shape in logical_shapes(model).items()}
     back = {name: torch.full(shape, torch.nan) for name, shape in logical_shapes(model).items()}
     seen = {name: torch.zeros(shape) for name, shape in logical_shapes(model).items()}
@@ -69,10 +71,10 @@ def test_ranks_hold_every_element_exactly_once(tp: int, tied: bool) -> None:
                 assert part.shape == tuple(full[part.name].shape), part.name
                 back[part.name][part.slices] = part.take(parameter)
                 seen[part.name][part.slices] += 1
-                assert part.replicated == (len(part.shape) == 1)
+                assert part.replicated == ("norm" in part.name)
     for name, value in full.items():
         assert torch.equal(back[name], value), name
-        assert (seen[name] == (tp if value.dim() == 1 else 1)).all(), name
+        assert (seen[name] == (tp if "norm" in name else 1)).all(), name
 
 
 def test_rows_of_the_joint_matrices() -> None:
@@ -101,9 +103,9 @@ def test_rows_of_the_joint_matrices() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("qk_norm", [True, False])
-def test_names_and_shapes_are_those_of_transformers(tied: bool, qk_norm: bool) -> None:
-    config = make_config(tie_embeddings=tied, qk_norm=qk_norm, vocab_multiple=50)
+@pytest.mark.parametrize(("qk_norm", "qkv_bias"), [(True, False), (False, False), (False, True)])
+def test_names_and_shapes_are_those_of_transformers(tied: bool, qk_norm: bool, qkv_bias: bool) -> None:
+    config = make_config(tie_embeddings=tied, qk_norm=qk_norm, qkv_bias=qkv_bias, vocab_multiple=50)
     shapes = logical_shapes(config.model)
     reference = transformers_model(config, {name: torch.zeros(shape) for name, shape in shapes.items()})
     assert shapes == {name: tuple(parameter.shape) for name, parameter in reference.named_parameters()}
@@ -122,7 +124,7 @@ def test_vocabulary_is_padded_alike_in_every_layout() -> None:
     assert padded_vocab_size(shape_of(vocab_size=65)) == 128
 
 
-@pytest.mark.parametrize("name", ["pooler.weight", "decoder.layers.0.self_attention.linear_qkv.bias"])
+@pytest.mark.parametrize("name", ["pooler.weight", "decoder.layers.0.self_attention.linear_proj.bias"])
 def test_unknown_parameter(name: str) -> None:
     with pytest.raises(KeyError):
         pieces(name, shape_of(), 0, 1, 0)

@@ -27,11 +27,13 @@ from refusion_train.model.slot_model import SlotModel, build_model_chunks, stage
 from refusion_train.parallel.groups import Groups
 
 
-@pytest.mark.parametrize("qk_norm", [True, False], ids=["qk_norm", "plain"])
+@pytest.mark.parametrize(
+    ("qk_norm", "qkv_bias"), [(True, False), (False, False), (False, True)], ids=["qk_norm", "plain", "biases"]
+)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_agrees_with_transformers(groups: Groups, qk_norm: bool, tied: bool) -> None:
+def test_agrees_with_transformers(groups: Groups, qk_norm: bool, qkv_bias: bool, tied: bool) -> None:
     """Logits, loss and every gradient, with permuted positions and several documents per row."""
-    config = make_config(qk_norm=qk_norm, tie_embeddings=tied)
+    config = make_config(qk_norm=qk_norm, qkv_bias=qkv_bias, tie_embeddings=tied)
     model, batch = make_model(config, groups), make_batch()
     reference = transformers_model(config, logical(model))
     expected = reference_logits(reference, batch)

@@ -39,9 +39,9 @@ def test_counts_agree_with_the_table_of_names() -> None:
     from refusion_train.convert.names import logical_shapes, padded_vocab_size
 
     for tied in (True, False):
-        for qk_norm in (True, False):
+        for qk_norm, qkv_bias in ((True, False), (False, False), (False, True)):
             config = _small(tied)
-            config.model.qk_norm = qk_norm
+            config.model.qk_norm, config.model.qkv_bias = qk_norm, qkv_bias
             counts = count(config)
             elements = sum(math.prod(shape) for shape in logical_shapes(config.model).values())
             assert counts.total + counts.padding == elements

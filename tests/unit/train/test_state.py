@@ -52,7 +52,7 @@ def test_fixed_keys_exist() -> None:
 
 
 OTHER: dict[str, Any] = {"objective.name": "ar", "objective.rng": "reference", "model.qk_norm": False,
-                         "model.tie_embeddings": False}  # fmt: skip
+                         "model.qkv_bias": True, "model.tie_embeddings": False}  # fmt: skip
 
 
 @pytest.mark.parametrize("key", FIXED_KEYS)
@@ -100,3 +100,15 @@ def test_evaluation_takes_the_vocabulary_and_refuses_another_model() -> None:
     config.model.num_layers = 3
     with pytest.raises(ConfigError, match=r"model\.num_layers=3, but checkpoint .* has model\.num_layers=28"):
         adopt_model(before, config, TOKENIZER, FOLDER)
+
+
+def test_a_run_of_a_version_without_some_model_key_goes_on() -> None:
+    config = Config()
+    config.model.vocab_size = 320
+    before = saved(config)
+    del before["config"]["model"]["qkv_bias"]
+    assert check_unchanged(before, config, dataset(), FOLDER) == []
+    config.model.qk_norm, config.model.qkv_bias = False, True
+    before["config"]["model"]["qk_norm"] = False
+    with pytest.raises(ConfigError, match=r"model\.qkv_bias=True cannot replace model\.qkv_bias=False"):
+        check_unchanged(before, config, dataset(), FOLDER)
