@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from refusion_train import layouts
 from refusion_train.errors import ConfigError
 
 OBJECTIVES = ("slots", "ar", "mdm")
@@ -21,6 +22,7 @@ PRECISIONS = ("fp32", "bf16")
 SCHEDULES = ("cosine", "wsd", "constant")
 RECOMPUTE = ("none", "selective", "full")
 RESUME = ("auto", "none")
+LINEAR = ("torch", "transformer_engine")
 
 
 @dataclass
@@ -123,7 +125,12 @@ class ParallelConfig:
     sequence: bool = False
     pipeline: int = 1
     virtual_pipeline: int = 1
+    # Layers of the first and of the last stage, so that embedding and head can be balanced; null: an equal share.
+    pipeline_first: int | None = None
+    pipeline_last: int | None = None
     zero_stage: int = 1
+    # What multiplies the matrices that tensor-parallel ranks share; transformer_engine needs that package and a GPU.
+    linear: str = "torch"
 
 
 @dataclass
@@ -277,26 +284,13 @@ def _first_line(error: BaseException) -> str:
 def validate(config: Config, world_size: int | None = None) -> None:
     """Refuse what cannot work, naming the keys, the values and a remedy.
 
-    `world_size`: number of ranks, when it is known; then the data-parallel checks are made too.
+    `world_size`: number of ranks, when it is known; then the data-parallel checks are made too (see `layouts`).
     Raises ConfigError.
     """
     _check_ranges(config)
     _check_objective(config.objective)
     _check_model(config)
-    _check_layout(config)
-    if world_size is not None:
-        _check_world(config, world_size)
-
-
-def data_parallel_size(config: Config, world_size: int) -> int:
-    """Ranks that hold different data: world size / (tensor * pipeline). Raises ConfigError if it is not whole."""
-    model_ranks = config.parallel.tensor * config.parallel.pipeline
-    if world_size % model_ranks:
-        raise ConfigError(
-            f"{world_size} processes cannot be divided by parallel.tensor * parallel.pipeline = "
-            f"{config.parallel.tensor} * {config.parallel.pipeline}; start a multiple of {model_ranks}"
-        )
-    return world_size // model_ranks
+    layouts.check(config, world_size)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -305,9 +299,10 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    near = difflib.get_close_matches(value, allowed, n=1)
-    hint = f"; did you mean '{near[0]}'?" if near else ""
-    _require(value in allowed, f"{key}={value} is not one of {', '.join(allowed)}{hint}")
+    if value not in allowed:
+        near = difflib.get_close_matches(value, allowed, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise ConfigError(f"{key}={value} is not one of {', '.join(allowed)}{hint}")
 
 
 _POSITIVE = (
@@ -318,6 +313,10 @@ _POSITIVE = (
     "train.log_interval", "parallel.tensor", "parallel.pipeline", "parallel.virtual_pipeline",
     "checkpoint.interval", "checkpoint.keep",
 )  # fmt: skip
+_POSITIVE_OR_NULL = {
+    "train.validation_rows": "all", "parallel.pipeline_first": "an equal share",
+    "parallel.pipeline_last": "an equal share",
+}  # fmt: skip
 _NOT_NEGATIVE = (
     "seed", "objective.ar_weight", "objective.mdm_weight", "data.workers", "train.warmup_steps",
     "train.weight_decay", "train.clip", "train.validation_interval", "train.adam_eps",
@@ -345,10 +344,12 @@ def _check_ranges(config: Config) -> None:
         ("objective.name", OBJECTIVES), ("objective.normalization", NORMALIZATIONS),
         ("objective.rng", ("counter", "reference")), ("train.precision", PRECISIONS),
         ("train.schedule", SCHEDULES), ("train.recompute", RECOMPUTE), ("checkpoint.resume", RESUME),
+        ("parallel.linear", LINEAR),
     ):  # fmt: skip
         _choice(key, _get(config, key), allowed)
-    rows = config.train.validation_rows
-    _require(rows is None or rows > 0, f"train.validation_rows={rows} must be greater than 0, or null for all")
+    for key, otherwise in _POSITIVE_OR_NULL.items():
+        value = _get(config, key)
+        _require(value is None or value > 0, f"{key}={value} must be greater than 0, or null for {otherwise}")
 
 
 def _check_objective(objective: ObjectiveConfig) -> None:
@@ -395,59 +396,3 @@ def _check_model(config: Config) -> None:
         f"data.sequence_length={config.data.sequence_length} is longer than the model's positions, "
         f"model.max_sequence_length={model.max_sequence_length}; shorten the one or raise the other",
     )
-
-
-def _check_layout(config: Config) -> None:
-    model, parallel = config.model, config.parallel
-    tensor, pipeline, virtual = parallel.tensor, parallel.pipeline, parallel.virtual_pipeline
-    _require(parallel.zero_stage in (1, 2, 3), f"parallel.zero_stage={parallel.zero_stage} is not one of 1, 2, 3")
-    for key, value in (
-        ("model.num_heads", model.num_heads),
-        ("model.num_kv_heads", model.num_kv_heads),
-        ("model.ffn_size", model.ffn_size),
-        ("model.vocab_multiple", model.vocab_multiple),
-    ):
-        _require(value % tensor == 0, f"{key}={value} is not divisible by parallel.tensor={tensor}")
-    if parallel.sequence:
-        _require(tensor > 1, "parallel.sequence=true needs parallel.tensor > 1 (it splits rows over the tensor ranks)")
-        _require(
-            config.data.sequence_length % tensor == 0,
-            f"data.sequence_length={config.data.sequence_length} is not divisible by parallel.tensor={tensor}, "
-            "which parallel.sequence=true needs",
-        )
-    _require(
-        pipeline > 1 or virtual == 1,
-        f"parallel.virtual_pipeline={virtual} needs parallel.pipeline > 1; set parallel.virtual_pipeline=1",
-    )
-    _require(
-        model.num_layers % (pipeline * virtual) == 0,
-        f"model.num_layers={model.num_layers} is not divisible by parallel.pipeline * parallel.virtual_pipeline = "
-        f"{pipeline} * {virtual}",
-    )
-    _require(
-        parallel.zero_stage < 3 or pipeline == 1,
-        "parallel.zero_stage=3 with parallel.pipeline > 1 gives wrong gradient norms; use parallel.zero_stage=2",
-    )
-
-
-def _check_world(config: Config, world_size: int) -> None:
-    size = data_parallel_size(config, world_size)
-    train, streams = config.train, config.data.streams
-    _require(
-        streams % size == 0,
-        f"data.streams={streams} is not a multiple of the data-parallel size {size}; "
-        "a run keeps its data.streams for life, so choose a multiple of every size that it will use",
-    )
-    _require(
-        train.global_batch_size % (size * train.micro_batch_size) == 0,
-        f"train.global_batch_size={train.global_batch_size} is not a multiple of train.micro_batch_size * "
-        f"data-parallel size = {train.micro_batch_size} * {size}",
-    )
-    micro_batches = train.global_batch_size // (size * train.micro_batch_size)
-    if config.parallel.virtual_pipeline > 1:
-        _require(
-            micro_batches % config.parallel.pipeline == 0,
-            f"{micro_batches} micro-batches per step are not a multiple of parallel.pipeline="
-            f"{config.parallel.pipeline}, which parallel.virtual_pipeline > 1 needs; "
-            "change train.global_batch_size or train.micro_batch_size",
-        )

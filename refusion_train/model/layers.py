@@ -15,6 +15,7 @@ from refusion_train.model.functional import rms_norm, swiglu
 from refusion_train.model.mcore import (
     AttnMaskType,
     ColumnParallelLinear,
+    LinearLayers,
     ModuleSpec,
     RowParallelLinear,
     SelfAttentionSubmodules,
@@ -48,19 +49,25 @@ class SwiGLU(torch.nn.Module):
     With selective recomputation the product is dropped after use and made again from the halves.
     """
 
+    # Classes of the two matrices; megatron-core's layer takes a feed-forward part as a class without arguments.
+    column: type[ColumnParallelLinear]
+    row: type[RowParallelLinear]
+
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
         super().__init__()
         assert config.ffn_hidden_size is not None, "the width of the feed-forward layer is missing"
         assert config.init_method is not None and config.output_layer_init_method is not None, "no init methods"
         self.recompute = config.recompute_granularity == "selective"
         group = tensor_group()
-        self.linear_fc1 = ColumnParallelLinear(
+        self.linear_fc1 = self.column(
             config.hidden_size, 2 * config.ffn_hidden_size, config=config, init_method=config.init_method,
-            bias=False, gather_output=False, tp_group=group,
+            bias=False, gather_output=False, skip_bias_add=False, is_expert=False, tp_group=group,
+            tp_comm_buffer_name="fc1",
         )  # fmt: skip
-        self.linear_fc2 = RowParallelLinear(
+        self.linear_fc2 = self.row(
             config.ffn_hidden_size, config.hidden_size, config=config, init_method=config.output_layer_init_method,
-            bias=False, input_is_parallel=True, skip_bias_add=True, tp_group=group,
+            bias=False, input_is_parallel=True, skip_bias_add=True, is_expert=False, tp_group=group,
+            tp_comm_buffer_name="fc2",
         )  # fmt: skip
 
     def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
@@ -83,18 +90,26 @@ def _add(output_and_bias: tuple[torch.Tensor, None], residual: torch.Tensor, _pr
 
 
 def block_submodules(
-    config: TransformerConfig, layers: int, max_length: int, bidirectional: bool
+    config: TransformerConfig,
+    layers: int,
+    max_length: int,
+    bidirectional: bool,
+    linear: LinearLayers,
 ) -> TransformerBlockSubmodules:
-    """Description of `layers` equal layers and the final norm. `max_length`: no document is longer, in tokens."""
+    """Description of `layers` equal layers and the final norm.
+
+    max_length: no document is longer, in tokens; linear: see `mcore.linear_layers`.
+    """
+    column, row = linear
     mask = AttnMaskType.no_mask if bidirectional else AttnMaskType.causal
     norm = RMSNorm if config.qk_layernorm else None
     attention = ModuleSpec(
         module=PackedSelfAttention,
         params={"attn_mask_type": mask},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
+            linear_qkv=column,
             core_attention=ModuleSpec(module=DocumentAttention, params={"max_length": max_length}),
-            linear_proj=RowParallelLinear,
+            linear_proj=row,
             q_layernorm=norm,  # type: ignore[arg-type]
             k_layernorm=norm,  # type: ignore[arg-type]
         ),
@@ -106,7 +121,7 @@ def block_submodules(
             self_attention=attention,
             self_attn_bda=residual_add,  # type: ignore[arg-type]
             pre_mlp_layernorm=RMSNorm,
-            mlp=SwiGLU,
+            mlp=type("SwiGLU", (SwiGLU,), {"column": column, "row": row}),
             mlp_bda=residual_add,  # type: ignore[arg-type]
         ),
     )

@@ -38,6 +38,7 @@ from refusion_train.config import Config
 __all__ = [
     "AttnMaskType",
     "ColumnParallelLinear",
+    "LinearLayers",
     "ModuleSpec",
     "RowParallelLinear",
     "SelfAttention",
@@ -53,12 +54,16 @@ __all__ = [
     "gather_from_tensor_model_parallel_region",
     "get_num_layers_to_build",
     "get_transformer_layer_offset",
+    "linear_layers",
     "parameter_dtype",
     "recomputed_output",
     "tensor_group",
     "tensor_parallel",
     "transformer_config",
 ]
+
+# Column-parallel, row-parallel.
+LinearLayers = tuple[type[ColumnParallelLinear], type[RowParallelLinear]]
 
 # selective: all between the joint query-key-value matrix and the output matrix of attention, and the product of the
 # gated activation (see layers.SwiGLU), are computed again; full: every layer from its input.
@@ -87,6 +92,28 @@ def recomputed_output() -> tensor_parallel.CheckpointWithoutOutput:
     All versions take any `fp8` but None for a wish for it, which fails without TransformerEngine.
     """
     return tensor_parallel.CheckpointWithoutOutput(fp8=None)  # type: ignore[arg-type]
+
+
+def linear_layers(config: Config) -> LinearLayers:
+    """The classes of column-parallel and row-parallel matrices that `parallel.linear` names; the same parameters."""
+    if config.parallel.linear == "torch":
+        return ColumnParallelLinear, RowParallelLinear
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
+
+    return TEColumnParallelLinear, TERowParallelLinear  # type: ignore[return-value]  # made and called like these
+
+
+def _ends(config: Config) -> dict[str, int]:
+    """Layers of the first and the last stage, where they are given."""
+    parallel = config.parallel
+    ends = {
+        "num_layers_in_first_pipeline_stage": parallel.pipeline_first,
+        "num_layers_in_last_pipeline_stage": parallel.pipeline_last,
+    }
+    if parallel.pipeline == 2 and None not in ends.values():
+        # The one follows from the other; told both, megatron-core divides by the 0 stages between (interleaved).
+        del ends["num_layers_in_last_pipeline_stage"]
+    return {name: layers for name, layers in ends.items() if layers is not None}
 
 
 def transformer_config(config: Config) -> TransformerConfig:
@@ -122,6 +149,7 @@ def transformer_config(config: Config) -> TransformerConfig:
             sequence_parallel=parallel.sequence,
             pipeline_model_parallel_size=parallel.pipeline,
             virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
+            **_ends(config),
             overlap_p2p_comm=interleaved and on_cuda,
             batch_p2p_comm=not interleaved,
             deallocate_pipeline_outputs=on_cuda or not interleaved,

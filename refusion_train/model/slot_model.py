@@ -73,7 +73,9 @@ class SlotModel(torch.nn.Module):
         layers = mcore.get_num_layers_to_build(transformer_config, vp_stage)
         self.decoder = mcore.TransformerBlock(
             transformer_config,
-            block_submodules(transformer_config, layers, config.data.sequence_length, bidirectional),
+            block_submodules(
+                transformer_config, layers, config.data.sequence_length, bidirectional, mcore.linear_layers(config)
+            ),
             pre_process=pre_process, post_process=post_process, vp_stage=vp_stage,
         )  # fmt: skip
         if post_process:

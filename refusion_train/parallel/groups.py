@@ -6,6 +6,7 @@ rank = tp_rank + tp_size * (dp_rank + dp_size * pp_rank), so that tensor-paralle
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,8 +14,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from refusion_train.config import Config, data_parallel_size, validate
+from refusion_train.config import Config, validate
 from refusion_train.errors import ConfigError, TrainingError
+from refusion_train.layouts import data_parallel_size
 from refusion_train.parallel import cpu
 
 DEFAULT_TIMEOUT_S = 1800.0
@@ -83,6 +85,7 @@ def init_groups(config: Config, timeout_s: float = DEFAULT_TIMEOUT_S) -> Groups:
     """
     place = _read_environment()
     validate(config, place.world_size)
+    _check_linear(config)
     assert not dist.is_initialized(), "a process group already exists; call destroy() first"
     cpu.install()
     device = _device(place)
@@ -121,6 +124,18 @@ def _read_environment() -> _Place:
     if numbers["RANK"] >= numbers["WORLD_SIZE"]:
         raise ConfigError(f"the environment has RANK={numbers['RANK']}, not below WORLD_SIZE={numbers['WORLD_SIZE']}")
     return _Place(numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"])
+
+
+def _check_linear(config: Config) -> None:
+    """Refuse a kind of linear layers that this machine does not have."""
+    if config.parallel.linear != "transformer_engine":
+        return
+    lacking = [] if importlib.util.find_spec("transformer_engine") else ["the package transformer-engine"]
+    lacking += [] if cpu.cuda_present() else ["a GPU"]
+    if lacking:
+        raise ConfigError(
+            f"parallel.linear=transformer_engine needs {' and '.join(lacking)}, missing here; use parallel.linear=torch"
+        )
 
 
 def _device(place: _Place) -> torch.device:

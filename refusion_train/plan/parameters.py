@@ -11,6 +11,7 @@ from functools import cached_property
 
 from refusion_train.config import Config, ModelConfig
 from refusion_train.errors import ConfigError
+from refusion_train.layouts import stage_layers
 
 
 @dataclass(frozen=True)
@@ -98,38 +99,14 @@ def layer_weights(model: ModelConfig) -> list[Weight]:
     ]
 
 
-def stage_layers(config: Config) -> list[int]:
-    """Layers of each pipeline stage: equal shares, or `parallel.pipeline_first`/`pipeline_last` and equal shares of
-    the rest between them.
-
-    Raises ConfigError if the rest cannot be shared equally.
-    """
-    layers, stages = config.model.num_layers, config.parallel.pipeline
-    first, last = (getattr(config.parallel, f"pipeline_{end}", None) for end in ("first", "last"))
-    rest, between = layers - (first or 0) - (last or 0), stages - (first is not None) - (last is not None)
-    if rest < 0 or (rest % between if between > 0 else rest):
-        raise ConfigError(
-            f"model.num_layers={layers} cannot be shared by parallel.pipeline={stages} stages with "
-            f"parallel.pipeline_first={first} and parallel.pipeline_last={last}: {rest} layers are left for {between} "
-            "stages; change one of them"
-        )
-    share = [rest // between] * between if between > 0 else []
-    return [*([] if first is None else [first]), *share, *([] if last is None else [last])]
-
-
 def stages(config: Config) -> list[Stage]:
-    """Every pipeline stage of the model. Raises ConfigError if the vocabulary is not known or layers do not divide."""
+    """Every pipeline stage of a model whose layout is valid. Raises ConfigError if the vocabulary is not known."""
     model, virtual = config.model, config.parallel.virtual_pipeline
     rows = padded_vocabulary(model)
     padding = (rows - vocabulary(model)) * model.hidden_size
     shares, layer = stage_layers(config), layer_weights(model)
     result = []
     for number, layers in enumerate(shares):
-        if layers % virtual:
-            raise ConfigError(
-                f"stage {number} has {layers} layers, which parallel.virtual_pipeline={virtual} chunks cannot share "
-                "equally; change parallel.virtual_pipeline, parallel.pipeline or model.num_layers"
-            )
         first, last = number == 0, number == len(shares) - 1
         weights = layer * layers
         if first:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from refusion_train.config import Config, data_parallel_size, validate
+from refusion_train.config import Config, validate
 from refusion_train.errors import ConfigError
+from refusion_train.layouts import data_parallel_size
 from refusion_train.plan import activations, compute
 from refusion_train.plan.communication import Traffic, traffic
 from refusion_train.plan.compute import Gpu

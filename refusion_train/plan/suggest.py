@@ -11,8 +11,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from refusion_train.config import Config, validate
+from refusion_train.config import Config, ParallelConfig, validate
 from refusion_train.errors import ConfigError
+from refusion_train.layouts import accepts
 from refusion_train.plan import compute
 from refusion_train.plan.activations import element_bytes
 from refusion_train.plan.communication import PIPELINE, TENSOR, Traffic, traffic
@@ -71,12 +72,13 @@ def suggest(
     parallelism), pipeline, virtual pipeline, and for each of these the fastest that fits of micro-batch sizes, ZeRO
     stages and recomputation.
     gpu: for its memory (unless gpu_memory_gib is given) and speeds; mfu: efficiency of the arithmetic alone.
-    Raises ConfigError if neither memory nor GPU is given.
+    Raises ConfigError if neither memory nor GPU is given, or for a configuration that no layout can mend.
     """
     device = compute.gpu_named(gpu or _DEFAULT_GPU)
     if gpu_memory_gib is None and gpu is None:
         raise ConfigError("give --gpu or --gpu-memory, so that it is known what a layout must fit into")
     memory = usable_bytes(device.memory_gib if gpu_memory_gib is None else gpu_memory_gib)
+    validate(replace(config, parallel=ParallelConfig()))  # the layout is what is sought
     config = with_vocabulary(config, dataset)
     best: dict[tuple[int, int, int], Suggestion] = {}
     for shape, data, every in _shapes(config, world_size):
@@ -84,7 +86,9 @@ def suggest(
         if entry is not None:
             key = entry.tensor, entry.pipeline, entry.virtual_pipeline
             best[key] = min(best.get(key, entry), entry, key=_order)
-    return sorted(best.values(), key=_order)[:limit]
+    # Stages are equal here; a configuration that says otherwise must be told.
+    uneven = [f"parallel.{key}=null" for key in ("pipeline_first", "pipeline_last") if getattr(config.parallel, key)]
+    return [replace(entry, overrides=entry.overrides + uneven) for entry in sorted(best.values(), key=_order)[:limit]]
 
 
 def _order(entry: Suggestion) -> tuple[float, ...]:
@@ -94,25 +98,22 @@ def _order(entry: Suggestion) -> tuple[float, ...]:
 
 
 def _shapes(config: Config, world_size: int) -> Iterator[tuple[Config, int, list[Stage]]]:
-    """Every layout that `validate` accepts, without recomputation and with ZeRO 1; its data-parallel size, stages."""
+    """Every layout that can be right, without recomputation and with ZeRO 1; its data-parallel size, stages."""
     layers = config.model.num_layers
     for tensor in (size for size in (1, 2, 4, 8) if size <= min(GPUS_PER_HOST, world_size)):
         for pipeline in (size for size in range(1, layers + 1) if world_size % (tensor * size) == 0):
             for virtual in VIRTUAL if pipeline > 1 else (1,):
                 parallel = replace(
                     config.parallel, tensor=tensor, sequence=tensor > 1, pipeline=pipeline, virtual_pipeline=virtual,
-                    zero_stage=1,
+                    pipeline_first=None, pipeline_last=None, zero_stage=1,
                 )  # fmt: skip
                 every: list[Stage] | None = None
                 for micro_batch in MICRO_BATCHES:
                     train = replace(config.train, micro_batch_size=micro_batch, recompute="none")
                     shape = replace(config, parallel=parallel, train=train)
-                    try:
-                        validate(shape, world_size)
+                    if accepts(shape, world_size):
                         every = every or stages(shape)
-                    except ConfigError:
-                        continue
-                    yield shape, world_size // (tensor * pipeline), every
+                        yield shape, world_size // (tensor * pipeline), every
 
 
 def _lightest(

@@ -82,7 +82,8 @@ def test_every_command_has_help_with_an_example() -> None:
 
 
 def test_plan_prints_tables_or_json(tiny_dataset: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "demo", "--world-size", "4", f"data.train={tiny_dataset.train}", "parallel.pipeline=2"]
+    shape = ["parallel.pipeline=2", "model.num_layers=4"]
+    words = ["plan", "demo", "--world-size", "4", f"data.train={tiny_dataset.train}", *shape]
     assert run(words) == 0
     text = capsys.readouterr().out
     assert "4 ranks = 1 tensor x 2 data" in text and "epochs" in text

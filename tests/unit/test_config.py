@@ -88,15 +88,9 @@ def test_missing_file_names_the_shipped_ones() -> None:
         (["objective.name=slot"], 1, "did you mean 'slots'"),
         (["objective.eps=0"], 1, "objective.eps"),
         (["objective.rng=reference", "objective.name=ar"], 1, "objective.rng"),
-        (["parallel.zero_stage=0"], 1, "parallel.zero_stage"),
-        (["parallel.zero_stage=3", "parallel.pipeline=2"], 2, "parallel.zero_stage=2"),
-        (["parallel.virtual_pipeline=2"], 1, "parallel.pipeline > 1"),
-        (["parallel.pipeline=3"], 3, "model.num_layers"),
         (["parallel.tensor=3"], 3, "model.num_heads"),
-        (["parallel.tensor=2"], 3, "multiple of 2"),
-        (["parallel.sequence=true"], 1, "parallel.tensor > 1"),
-        (["data.streams=3"], 2, "data.streams"),
-        (["train.global_batch_size=6", "train.micro_batch_size=2"], 2, "train.global_batch_size"),
+        (["parallel.pipeline_first=0", "parallel.pipeline=2"], 2, "null for an equal share"),
+        (["parallel.linear=transformerengine"], 1, "did you mean 'transformer_engine'"),
         (["train.micro_batch_size=0"], 1, "train.micro_batch_size"),
         (["train.min_lr_ratio=2"], 1, "train.min_lr_ratio"),
         (["model.head_dim=33"], 1, "model.head_dim"),
@@ -127,5 +121,7 @@ def test_every_knob_is_read_outside_the_schema() -> None:
 
 
 def test_every_check_key_exists() -> None:
-    for table in (configuration._POSITIVE, configuration._NOT_NEGATIVE, configuration._FRACTION):
+    for table in (
+        configuration._POSITIVE, configuration._POSITIVE_OR_NULL, configuration._NOT_NEGATIVE, configuration._FRACTION,
+    ):  # fmt: skip
         assert set(table) <= set(all_keys())

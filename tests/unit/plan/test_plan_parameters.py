@@ -8,7 +8,7 @@ import pytest
 
 from refusion_train.config import Config, load
 from refusion_train.errors import ConfigError
-from refusion_train.plan.parameters import count, padded_vocabulary, stage_layers, stages
+from refusion_train.plan.parameters import count, layer_weights, padded_vocabulary, stages
 
 PUBLISHED = {"qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-8b": 8_190_735_360}
 
@@ -67,22 +67,17 @@ def test_ranks_hold_every_parameter_and_copies(tied: bool) -> None:
     assert counts.total == count(_small(tied)).total
 
 
-def test_layers_of_stages() -> None:
+def test_uneven_stages_hold_their_layers() -> None:
     config = _small(tied=True)
-    config.model.num_layers, config.parallel.pipeline = 30, 4
-    with pytest.raises(ConfigError, match=r"model\.num_layers=30"):
-        stage_layers(config)
-    config.parallel.pipeline_first = 7  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="23 layers are left for 3 stages"):
-        stage_layers(config)
-    config.parallel.pipeline_last = 7  # type: ignore[attr-defined]
-    assert stage_layers(config) == [7, 8, 8, 7]
-    config.parallel.virtual_pipeline = 2
-    with pytest.raises(ConfigError, match="stage 0 has 7 layers"):
-        stages(config)
-    config.parallel.pipeline, config.parallel.virtual_pipeline = 2, 1
-    with pytest.raises(ConfigError, match="16 layers are left for 0 stages"):
-        stage_layers(config)
+    config.model.num_layers, config.parallel.pipeline, config.parallel.virtual_pipeline = 28, 4, 2
+    config.parallel.pipeline_first, config.parallel.pipeline_last = 6, 6
+    every = stages(config)
+    assert [stage.layers for stage in every] == [6, 8, 8, 6] and [stage.chunks for stage in every][1] == (4, 4)
+    counts, per_layer = count(config), sum(weight.size for weight in layer_weights(config.model))
+    assert counts.per_stage[1] - counts.per_stage[3] == 2 * per_layer - config.model.hidden_size
+    config.parallel.pipeline_first = config.parallel.pipeline_last = None
+    config.parallel.virtual_pipeline = 1
+    assert count(config).total == counts.total
 
 
 def test_unknown_vocabulary_is_refused() -> None:
