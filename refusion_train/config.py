@@ -139,6 +139,8 @@ class CheckpointConfig:
 
     interval: int = 500
     keep: int = 3
+    # Write while training goes on, from a copy of the optimizer state in the host's memory; false: wait for the write.
+    asynchronous: bool = True
     # auto: continue from the newest good checkpoint of run_dir; none: refuse a run_dir that already holds a run.
     resume: str = "auto"
 

@@ -1,1 +1,1 @@
-"""What must survive a restart: saved atomically (`store`), independent of the layout of ranks (`layout`)."""
+"""What must survive a restart: saved atomically (`store`), beside training (`writer`), in any layout (`layout`)."""

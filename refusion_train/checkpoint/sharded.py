@@ -43,11 +43,6 @@ class ShardedEntry(torch.Tensor):
         """Offsets of the first element in the whole tensor -> rectangle."""
         return self._parts
 
-    def snapshot(self) -> ShardedEntry:
-        """The same with its rectangles copied into memory of their own on the CPU, for writing while training on."""
-        copies = {offsets: part.to("cpu", copy=True) for offsets, part in self._parts.items()}
-        return ShardedEntry(tuple(self.shape), copies)
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise NotImplementedError(f"{func} on a tensor of which only some rectangles are here")

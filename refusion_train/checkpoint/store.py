@@ -1,6 +1,7 @@
 """Checkpoints on disk that are either whole or not there: written aside, hashed, described last, renamed into place.
 
-    CHECKPOINTS/step-00001000/*.distcp .metadata   logical tensors (torch.distributed.checkpoint), any layout of ranks
+    CHECKPOINTS/step-00001000/*.distcp .metadata   logical tensors (torch.distributed.checkpoint; `files` has their
+                                                   bytes), of any layout of ranks
                               state.json           step, tokens, cursor, resolved configuration, dataset fingerprint
                               manifest.json        size and sha256 of every other file, written last
 
@@ -9,36 +10,37 @@ either the old state or the new one. Reading trusts nothing: sizes and hashes ar
 what fails is passed over, with a warning that names it, for the checkpoint before.
 
 Everything that several ranks do together (`save`, `on_first_rank`, `on_every_rank`) ends the same way on all of them:
-an error on one is raised on every one, so nobody waits for a rank that has given up.
+an error on one is raised on every one, so nobody waits for a rank that has given up. These take a `group` over all
+ranks to talk in, the default one if None; `writer` saves in a thread, with a group for it alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import hashlib
 import json
 import logging
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from refusion_train.checkpoint.files import HashingWriter, SliceReader, hash_file
 from refusion_train.errors import CheckpointError, RefusionError
 
 logger = logging.getLogger(__name__)
 
-FORMAT, VERSION = "refusion-checkpoint", 1
-CHECKPOINTS, MANIFEST, STATE = "checkpoints", "manifest.json", "state.json"
+FORMAT, VERSION = "refusion-checkpoint", 2
+CHECKPOINTS, MANIFEST, STATE, METADATA = "checkpoints", "manifest.json", "state.json", ".metadata"
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = ".tmp"
 T = TypeVar("T")
@@ -46,10 +48,17 @@ T = TypeVar("T")
 # ------------------------------------------------------------------------------------------------------- saving
 
 
-def save(root: str | os.PathLike[str], step: int, tensors: dict[str, Any], state: dict[str, Any], keep: int) -> Path:
+def save(
+    root: str | os.PathLike[str],
+    step: int,
+    tensors: dict[str, Any],
+    state: dict[str, Any],
+    keep: int,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
     """Write the checkpoint of `step` below `root` and remove all but the `keep` newest good ones. Collective.
 
-    tensors: what DCP takes; every rank passes its own part (DTensors, or tensors that all ranks hold alike).
+    tensors: what DCP takes; every rank passes its own part (ShardedEntry, or tensors that all ranks hold alike).
     state: JSON-serialisable; the first rank's is written.
     Raises CheckpointError on every rank if any rank could not write; the unfinished folder is removed then and
     earlier checkpoints are as they were.
@@ -57,10 +66,9 @@ def save(root: str | os.PathLike[str], step: int, tensors: dict[str, Any], state
     root = Path(root)
     unfinished = root / f"{step_name(step)}{_UNFINISHED}"
     try:
-        on_first_rank(lambda: _begin(root, unfinished))
-        _write_tensors(unfinished, tensors)
-        files = _hash_written(unfinished)
-        return on_first_rank(lambda: _commit(root, unfinished, step, files, state, keep))
+        on_first_rank(lambda: _begin(root, unfinished), group)
+        files = _write_tensors(unfinished, tensors, group)
+        return on_first_rank(lambda: _commit(root, unfinished, step, files, state, keep), group)
     except CheckpointError as error:
         if _rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -86,23 +94,31 @@ def _begin(root: Path, unfinished: Path) -> None:
     unfinished.mkdir()
 
 
-def _write_tensors(unfinished: Path, tensors: dict[str, Any]) -> None:
-    """Every rank writes its part, synced to disk. DCP itself raises on all ranks what fails on one."""
+def _write_tensors(
+    unfinished: Path, tensors: dict[str, Any], group: dist.ProcessGroup | None
+) -> dict[str, dict[str, Any]]:
+    """Every rank writes its part, synced to disk; size and hash of all files. Collective.
+
+    DCP raises on all ranks what fails on one; an error of the group itself is not caught here.
+    """
+    writer = HashingWriter(unfinished)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of one process: that there is no process group
-            dcp_save(tensors, storage_writer=FileSystemWriter(unfinished, sync_files=True))
-    except (OSError, RuntimeError, CheckpointException) as error:
+        with _without_warning():
+            dcp_save(tensors, storage_writer=writer, process_group=group)
+    except (OSError, CheckpointException) as error:
         raise CheckpointError(_root_cause(error)) from error
+    return {name: entry for part in gather(writer.written, group) for name, entry in part.items()}
 
 
-def _hash_written(unfinished: Path) -> dict[str, dict[str, Any]]:
-    """Size and sha256 of every file so far; each rank hashes those that it wrote. Collective."""
-    mine = [file for file in unfinished.iterdir() if file.name.startswith(f"__{_rank()}_")]
-    if _rank() == 0:
-        mine += [file for file in unfinished.iterdir() if not file.name.startswith("__")]
-    parts = _gather(on_every_rank(lambda: _describe(mine)))
-    return {name: entry for part in parts for name, entry in part.items()}
+@contextlib.contextmanager
+def _without_warning() -> Iterator[None]:
+    """Of a process without a process group, DCP warns that there is none. Filters of warnings belong to all threads."""
+    if dist.is_initialized():
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _commit(
@@ -110,7 +126,7 @@ def _commit(
 ) -> Path:
     """Write the state, then the manifest, then give the folder its name: from here on the checkpoint exists."""
     _write_json(unfinished / STATE, state)
-    files = {**files, **_describe([unfinished / STATE])}
+    files = {**files, **_describe([unfinished / METADATA, unfinished / STATE])}
     manifest = {"format": FORMAT, "version": VERSION, "step": step, "files": dict(sorted(files.items()))}
     _write_json(unfinished / MANIFEST, manifest)
     _sync_folder(unfinished)
@@ -209,16 +225,16 @@ def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
         raise CheckpointError(f"cannot read {file}: {error}") from error
 
 
-def load(folder: str | os.PathLike[str], tensors: dict[str, Any]) -> None:
-    """Fill `tensors` (in place; any layout) from a checkpoint. Collective.
+def load(folder: str | os.PathLike[str], tensors: dict[str, Any], reader: SliceReader | None = None) -> None:
+    """Fill `tensors` (in place; any layout) from a checkpoint; only what they hold is read. Collective.
 
+    reader: of this folder, for several loads from it.
     Raises CheckpointError for a tensor that the checkpoint lacks or holds in another shape.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp_load(tensors, checkpoint_id=folder)
-    except (OSError, RuntimeError, CheckpointException) as error:
+        with _without_warning():
+            dcp_load(tensors, storage_reader=reader or SliceReader(folder))
+    except (OSError, CheckpointException) as error:
         raise CheckpointError(f"cannot load checkpoint {folder}: {_root_cause(error)}") from error
 
 
@@ -257,13 +273,7 @@ def _step_of(folder: Path) -> int:
 def _describe(files: list[Path]) -> dict[str, dict[str, Any]]:
     """Name -> {bytes, sha256}; several files at once, as hashing releases the GIL."""
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        return {file.name: entry for file, entry in zip(files, pool.map(_describe_file, files), strict=True)}
-
-
-def _describe_file(file: Path) -> dict[str, Any]:
-    with open(file, "rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        return {"bytes": stream.tell(), "sha256": digest}
+        return {file.name: entry for file, entry in zip(files, pool.map(hash_file, files), strict=True)}
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
@@ -301,7 +311,7 @@ def _root_cause(error: BaseException) -> str:
 # ------------------------------------------------------------------------------------------ agreement among ranks
 
 
-def on_first_rank(action: Callable[[], T]) -> T:
+def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run `action` on the first rank and return its result on all. Collective.
 
     A RefusionError of it, or an OSError as a CheckpointError, is raised on all of them.
@@ -310,31 +320,31 @@ def on_first_rank(action: Callable[[], T]) -> T:
     if _rank() == 0:
         outcome = list(_attempt(action))
     if _world() > 1:
-        dist.broadcast_object_list(outcome, src=0)
+        dist.broadcast_object_list(outcome, src=0, group=group)
     result, error = outcome
     if error is not None:
         raise error
     return result
 
 
-def on_every_rank(action: Callable[[], T]) -> T:
+def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run `action` on every rank and return the rank's own result. Collective.
 
     If it raises a RefusionError or OSError on some rank, the first such rank's error is raised on all of them.
     """
     result, error = _attempt(action)
-    for failure in _gather(error):
+    for failure in gather(error, group):
         if failure is not None:
             raise failure
     return result  # type: ignore[return-value]
 
 
-def _gather(value: T) -> list[T]:
-    """The values of all ranks, in order of rank, on all of them."""
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The values of all ranks, in order of rank, on all of them. Collective."""
     if _world() == 1:
         return [value]
     values: list[Any] = [None] * _world()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 

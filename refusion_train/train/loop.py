@@ -2,6 +2,7 @@
 
     open the data -> hold the run folder -> find the newest good checkpoint -> build the model and its engine
     then, step by step: next global batch, counts, forward and backward, update, report; save and validate when due
+    (a checkpoint is written while the next steps are done; at the end, and before stopping, it is waited for)
 
 Every rank runs this same code. Decisions that all must take alike (stop, skip, save) follow from numbers that all of
 them have, so no rank waits for another that went a different way.
@@ -13,11 +14,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch.distributed as dist
-
 from refusion_train.config import Config
 from refusion_train.errors import TrainingError
 from refusion_train.parallel.groups import destroy, init_groups
+from refusion_train.parallel.lost import rank_lost
 from refusion_train.telemetry import leave_error, show_warnings
 from refusion_train.train import setup
 from refusion_train.train.run import Run
@@ -56,22 +56,19 @@ def run_steps(run: Run) -> int:
         began = time.perf_counter()
         batch = next(run.loader)
         counts = exchange_counts(run, batch)
+        if counts.saved:
+            run.end_saving()
         if counts.stop:
             run.save()
+            run.end_saving()
             run.telemetry.say(f"stopped after step {run.state.step}; run again to go on")
             return STOPPED
         run.telemetry.step(train_step(run, batch, counts, began))
         if run.state.step % interval == 0 or run.state.step == steps:
             run.save()
         run.validate_if_due()
+    run.end_saving()
     return 0
-
-
-# What is said when the group has lost a rank: by gloo, by NCCL, by the store through which ranks meet.
-_LOST = (
-    "connection closed by peer", "connection reset by peer", "broken pipe", "socket closed", "timed out waiting",
-    "remote process exited", "nccl", "failed to recv", "connection refused",
-)  # fmt: skip
 
 
 @contextmanager
@@ -80,8 +77,7 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        text = str(error).lower()
-        lost = isinstance(error, (RuntimeError, dist.DistError)) and any(words in text for words in _LOST)
+        lost = rank_lost(error)
         leave_error(error, consequence=lost)
         if lost:
             first_line = str(error).strip().splitlines()[0]

@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from refusion_train.checkpoint import layout, store
+from refusion_train.checkpoint.writer import Writer
 from refusion_train.config import Config
 from refusion_train.data.loader import TrainLoader, merge_cursors
 from refusion_train.data.shards import ShardSet
-from refusion_train.errors import TrainingError
+from refusion_train.errors import CheckpointError, TrainingError
 from refusion_train.parallel.engine import Engine
 from refusion_train.parallel.groups import Groups
+from refusion_train.parallel.lost import rank_lost
 from refusion_train.plan import compute
 from refusion_train.telemetry import Telemetry, has_validation, peak_flops
 from refusion_train.train.evaluate import evaluate
@@ -37,7 +40,7 @@ class Data:
 @dataclass
 class Run:
     """A run in progress on this rank: its parts, and what is done between steps. All methods but
-    `utilisation` are collective."""
+    `utilisation` and `give_up_saving` are collective. `saved_step`: of the newest checkpoint that exists."""
 
     config: Config
     groups: Groups
@@ -46,23 +49,55 @@ class Run:
     engine: Engine
     loader: TrainLoader
     telemetry: Telemetry
+    writer: Writer
     state: TrainState
     stop: StopSignals
     saved_step: int
 
     def save(self) -> None:
-        """Write a checkpoint, unless this step is in one already."""
-        if self.state.step == self.saved_step:
+        """Begin to write a checkpoint, unless this step is in one already; the one before is waited for.
+
+        Raises CheckpointError, on all ranks, if that one could not be written.
+        """
+        if self.state.step in (self.saved_step, self.writer.step):
             return
+        self.end_saving()
         assert self.state.cursor is not None, "steps were done without a cursor"
-        cursors: list[Any] = [None] * self.groups.world_size
-        dist.all_gather_object(cursors, self.state.cursor)
-        whole = dataclasses.replace(self.state, cursor=merge_cursors(cursors))
-        contents = describe_run(whole, self.config, self.data.train)
-        root, keep = store.checkpoints_of(self.config.run_dir), self.config.checkpoint.keep
-        folder = store.save(root, self.state.step, layout.tensors_to_save(self.engine), contents, keep)
-        self.saved_step = self.state.step
-        self.telemetry.say(f"saved {folder}")
+        state, config, dataset = dataclasses.replace(self.state), self.config, self.data.train
+
+        def join(cursors: list[Any]) -> dict[str, Any]:
+            return describe_run(dataclasses.replace(state, cursor=merge_cursors(cursors)), config, dataset)
+
+        self.writer.save(state.step, layout.tensors_to_save(self.engine), state.cursor, join)
+        if not self.config.checkpoint.asynchronous:
+            self.end_saving()
+
+    def end_saving(self) -> None:
+        """Wait until what is being written, if anything, is a checkpoint, and say so.
+
+        Raises CheckpointError, on all ranks, if it could not be written.
+        """
+        step = self.writer.step
+        if step is not None:
+            self._say_saved(step, self.writer.collect())
+
+    def give_up_saving(self, error: BaseException) -> None:
+        """Before the run ends for `error`: finish what is being written, unless that needs a rank that has gone."""
+        step = self.writer.step
+        if step is None:
+            return
+        try:
+            folder = self.writer.give_up(partner_lost=rank_lost(error))
+        except CheckpointError as other:
+            if self.groups.rank == 0:
+                logger.warning("%s", other)
+            return
+        if folder is not None:
+            self._say_saved(step, folder)
+
+    def _say_saved(self, step: int, folder: Path) -> None:
+        self.saved_step = step
+        self.telemetry.say(f"saved step {step}: {folder}")
 
     def validate_if_due(self, begun: bool = True) -> None:
         """Validate, at the first and last step and every `train.validation_interval`.

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from refusion_train.checkpoint import layout, store
+from refusion_train.checkpoint.writer import Writer
 from refusion_train.config import Config, to_yaml
 from refusion_train.data.loader import TrainLoader
 from refusion_train.data.shards import TOKENIZER_FOLDER, ShardSet, check_tokenizer
@@ -157,19 +158,23 @@ def assemble(
     engine = Engine(config, groups, chunks, param_groups(chunks, config.train.weight_decay))
     if checkpoint is not None:
         layout.restore(engine, lambda tensors: store.load(checkpoint, tensors))
-    host_group = _host_group(groups)
+    host_group = None if groups.device.type == "cpu" else _new_host_group()
+    writer = Writer(store.checkpoints_of(config.run_dir), config.checkpoint.keep, _new_host_group())
     store.on_first_rank(lambda: _write_config(config))
     loader = TrainLoader(data.train, config, objective, groups.dp_rank, groups.dp_size, state.cursor)
     with loader, Telemetry(config, first_step=state.step, active=groups.rank == 0) as telemetry:
         if checkpoint is not None:
             telemetry.say(f"going on from {checkpoint}")
-        yield Run(config, groups, host_group, data, engine, loader, telemetry, state, stop, saved_step=state.step)
+        run = Run(config, groups, host_group, data, engine, loader, telemetry, writer, state, stop, state.step)
+        try:
+            yield run
+        except BaseException as error:
+            run.give_up_saving(error)
+            raise
 
 
-def _host_group(groups: Groups) -> dist.ProcessGroup | None:
-    """A group for numbers that are needed on the host, so that exchanging them does not wait for the device."""
-    if groups.device.type == "cpu":
-        return None
+def _new_host_group() -> dist.ProcessGroup:
+    """A group for what is exchanged on the host, without waiting for the device or for what others exchange."""
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup), "every rank belongs to the group of all ranks"
     return group

@@ -30,22 +30,25 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Counts:
     """Of a global batch: `targets` float64 [3] (as `Batch.counts`) and tokens; the largest memory of any rank in MB;
-    whether any rank has been asked to stop. The same on all ranks."""
+    whether any rank has been asked to stop; whether a save has ended on all ranks. The same on all ranks."""
 
     targets: np.ndarray
     tokens: int
     memory_mb: float
     stop: bool
+    saved: bool
 
 
 def exchange_counts(run: Run, batch: StepBatch) -> Counts:
     """What all ranks must know before they begin a step. Collective, on the host."""
-    mine = torch.tensor([*batch.counts, batch.tokens, run.stop.requested, peak_memory_mb()], dtype=torch.float64)
+    here = [batch.tokens, run.stop.requested, run.writer.ended, peak_memory_mb()]
+    mine = torch.tensor([*batch.counts, *here], dtype=torch.float64)
     everyone = torch.empty(run.groups.world_size, len(mine), dtype=torch.float64)
     dist.all_gather(list(everyone.unbind()), mine, group=run.host_group)
     copies = run.groups.world_size // run.groups.dp_size  # all ranks of one copy of the model have the same rows
-    *targets, tokens, stops, _ = (everyone.sum(dim=0) / copies).tolist()
-    return Counts(np.array(targets), round(tokens), everyone[:, -1].max().item(), stops > 0)
+    *targets, tokens, stops, _, _ = (everyone.sum(dim=0) / copies).tolist()
+    memory, saved = everyone[:, -1].max().item(), everyone[:, -2].min().item() > 0
+    return Counts(np.array(targets), round(tokens), memory, stops > 0, saved)
 
 
 def train_step(run: Run, batch: StepBatch, counts: Counts, began: float) -> dict[str, Any]:

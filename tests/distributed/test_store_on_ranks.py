@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ def _entries(rank: int) -> dict[str, Any]:
 def _save(root: str, failing: str) -> tuple[str, str]:
     groups = init_groups(Config())
     if failing == "write" and groups.rank == 1:
-        _break(store.FileSystemWriter, "write_data")
-    if failing == "hash" and groups.rank == 1:
-        _break(store, "_describe")
+        _break(store.HashingWriter, "write_data")
+    if failing == "sync" and groups.rank == 1:
+        _break(os, "fsync")
     if failing == "commit" and groups.rank == 0:
         _break(store, "_write_json")
     try:
@@ -58,7 +59,7 @@ def test_every_rank_writes_its_part(tmp_path: Path) -> None:
 
 def test_a_failure_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     run(_save, 2, str(tmp_path), "")
-    for failing in ("write", "hash", "commit"):
+    for failing in ("write", "sync", "commit"):
         results = run(_save, 2, str(tmp_path), failing)
         assert results[0] == results[1]
         text = results[0][1]

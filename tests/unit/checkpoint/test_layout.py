@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from refusion_train.checkpoint.layout import intervals, rectangles
 from refusion_train.checkpoint.sharded import ShardedEntry
+from refusion_train.checkpoint.snapshot import HostMemory
 from refusion_train.config import ModelConfig
 from refusion_train.convert.names import pieces
 
@@ -94,7 +95,7 @@ def test_another_shape_is_noticed(tmp_path):
 
 def test_a_snapshot_has_its_own_memory():
     live = torch.ones(2, 2)
-    kept = ShardedEntry((2, 2), {(0, 0): live}).snapshot()
+    kept = HostMemory().take({"w": ShardedEntry((2, 2), {(0, 0): live})})["w"]
     live.zero_()
     assert kept.parts[0, 0].sum() == 4
     assert tuple(kept.shape) == (2, 2)
