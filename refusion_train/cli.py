@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, Literal, Optional
+from typing import Annotated, Any, Literal, Optional
 
 import typer
 
@@ -251,17 +251,53 @@ def evaluate(
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A run folder or a checkpoint.", show_default=False)],
     out: Annotated[Path, typer.Option(help="Hugging Face folder to write.")],
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    max_shard_size: Annotated[str, typer.Option(help="Largest file with weights, such as 500MB.")] = "5GB",
+    tokenizer: Annotated[Optional[Path], typer.Option(help="Its folder, if the data are gone.")] = None,  # noqa: UP045
+    verify: Annotated[bool, typer.Option("--verify", help="Compare logits with the training model's.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing folder.")] = False,
 ) -> None:
-    """Write a Hugging Face folder: weights, tokenizer and standalone modelling code.
+    """Write a Hugging Face folder: weights, tokenizer, model card and standalone modelling code.
 
-    Example: refusion export runs/a --out runs/a/hf
+    Example: refusion export runs/a --out runs/a/hf --verify
     """
-    from refusion_train.convert.export import export_checkpoint
+    from refusion_train.convert.export import export_checkpoint, parse_size
 
-    folder = export_checkpoint(str(checkpoint), str(out), dtype=dtype, overwrite=overwrite)
+    check = None
+    if verify:
+        from refusion_train.convert.verify import verify_folder
+
+        def check(*given: Any) -> None:
+            typer.echo(verify_folder(*given).summary())
+
+    folder = export_checkpoint(
+        str(checkpoint), str(out), dtype=dtype, overwrite=overwrite, max_shard_bytes=parse_size(max_shard_size),
+        tokenizer=None if tokenizer is None else str(tokenizer), verify=check,
+    )  # fmt: skip
     typer.echo(f"{folder}")
+
+
+@app.command("import")
+def import_(
+    hf_dir: Annotated[Path, typer.Argument(help="A Hugging Face folder: Qwen3, Qwen2, Llama.", show_default=False)],
+    out: Annotated[Optional[Path], typer.Option(help="Checkpoint to write; without it, only look.")] = None,  # noqa: UP045
+    mask_token: Annotated[Optional[str], typer.Option(help="Text of the mask token, added if it is new.")] = None,  # noqa: UP045
+    mask_init: Annotated[Literal["mean", "eos", "random"], typer.Option(help="Its row, and other new ones.")] = "mean",
+    vocab_multiple: Annotated[int, typer.Option(help="Pad the vocabulary to a multiple of it.", min=1)] = 128,
+    overwrite: Annotated[bool, typer.Option(help="Replace an earlier import.")] = False,
+) -> None:
+    """Make a checkpoint of a Hugging Face folder, and print the model section of a configuration that starts from it.
+
+    Example: refusion import Qwen3-0.6B --out start --mask-token "<|mask|>" > model.yaml
+    """
+    from refusion_train.convert.importer import import_folder
+
+    made = import_folder(
+        str(hf_dir), None if out is None else str(out), mask_token=mask_token, mask_init=mask_init,
+        vocab_multiple=vocab_multiple, overwrite=overwrite,
+    )  # fmt: skip
+    typer.echo(made.yaml(), nl=False)
+    typer.echo(made.summary(), err=True)
 
 
 @app.command()

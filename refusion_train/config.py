@@ -22,6 +22,7 @@ PRECISIONS = ("fp32", "bf16")
 SCHEDULES = ("cosine", "wsd", "constant")
 RECOMPUTE = ("none", "selective", "full")
 RESUME = ("auto", "none")
+NEW_ROWS = ("mean", "eos", "random")
 LINEAR = ("torch", "transformer_engine")
 
 
@@ -48,6 +49,11 @@ class ModelConfig:
     init_std: float = 0.02
     # The longest position the model is declared for (max_position_embeddings of an exported folder).
     max_sequence_length: int = 32768
+    # Weights that a new run starts from: a Hugging Face folder or a checkpoint of this shape; null: random ones.
+    init_from: str | None = None
+    # Rows of the vocabulary that a Hugging Face folder lacks, and that of a mask token it was not trained with:
+    # the mean of all others, the end-of-text token's, or random.
+    init_rows: str = "mean"
 
 
 @dataclass
@@ -345,7 +351,8 @@ def _check_ranges(config: Config) -> None:
     for key, allowed in (
         ("objective.name", OBJECTIVES), ("objective.normalization", NORMALIZATIONS),
         ("objective.rng", ("counter", "reference")), ("train.precision", PRECISIONS),
-        ("train.schedule", SCHEDULES), ("train.recompute", RECOMPUTE), ("checkpoint.resume", RESUME),
+        ("model.init_rows", NEW_ROWS), ("train.schedule", SCHEDULES), ("train.recompute", RECOMPUTE),
+        ("checkpoint.resume", RESUME),
         ("parallel.linear", LINEAR),
     ):  # fmt: skip
         _choice(key, _get(config, key), allowed)

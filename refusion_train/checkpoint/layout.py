@@ -44,6 +44,12 @@ def restore(engine: Engine, read: Callable[[dict[str, Any]], None]) -> None:
     engine.publish(int(tensors[STEPS].item()))
 
 
+def restore_weights(engine: Engine, read: Callable[[dict[str, Any]], None]) -> None:
+    """Fill a fresh engine with weights alone: step 0, moments at 0. Collective. `read` as in `restore`."""
+    read({name: entry for name, entry in _entries(engine, writing=False).items() if name.endswith(".master")})
+    engine.publish(0)
+
+
 def _entries(engine: Engine, writing: bool) -> dict[str, Any]:
     """Logical name with suffix -> this rank's part of it."""
     parts: dict[str, tuple[tuple[int, ...], dict[Offsets, torch.Tensor]]] = {}

@@ -1,4 +1,4 @@
-"""A checkpoint to a Hugging Face folder: weights, configuration, tokenizer and the standalone modelling code.
+"""A checkpoint to a Hugging Face folder: weights, configuration, tokenizer, model card and the modelling code.
 
 The folder has the `model_type` of its family, so stock transformers (and what builds on it) loads it as an ordinary
 causal language model; with `trust_remote_code=True` it is the class whose `generate` decodes slots. It is written
@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +21,44 @@ import refusion_train.hf
 from data_tools.output import new_folder
 from refusion_train import __version__
 from refusion_train.checkpoint import store
+from refusion_train.checkpoint.sharded import ShardedEntry
 from refusion_train.config import ModelConfig, ObjectiveConfig
+from refusion_train.convert import card
+from refusion_train.convert.family import config_of
+from refusion_train.convert.importer import IMPORTED, TOKENIZER
 from refusion_train.convert.names import EMBEDDING, HEAD, logical_shapes
-from refusion_train.convert.safetensors_stream import Shape, sync_all, write_model
+from refusion_train.convert.safetensors_stream import Read, Shape, sync_all, write_model
 from refusion_train.convert.tokenizer import write_tokenizer
-from refusion_train.data.tokenizer import Tokenizer
+from refusion_train.convert.tokenizer_files import TEMPLATE, copy_files
+from refusion_train.data.tokenizer import META_FILE, Tokenizer
 from refusion_train.errors import CheckpointError, ConfigError, DataError
 
-_DTYPES = {
+DTYPES = {
     "float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
+    "float16": torch.float16, "fp16": torch.float16,
 }  # fmt: skip
 _CODE = ("modeling_refusion.py", "decoding.py", "runner.py", "cache.py")
 _SHARD_BYTES = 5 * 10**9
-_CLASSES = {
-    "qwen3": ("Qwen3ForCausalLM", "ReFusionQwen3ForCausalLM"),
-    "llama": ("LlamaForCausalLM", "ReFusionLlamaForCausalLM"),
-}
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What an export needs to know of a checkpoint. special_ids: bos, eos, pad, mask, where there are such."""
+
+    folder: Path
+    state: dict[str, Any]
+    model: ModelConfig
+    objective: ObjectiveConfig
+
+    @property
+    def special_ids(self) -> dict[str, Any]:
+        return self.state.get("data", {}).get("special_ids") or {}
+
+    @property
+    def imported(self) -> dict[str, Any]:
+        """The configuration files of the folder that it was imported from; empty for a run's own checkpoint."""
+        return self.state.get(IMPORTED) or {}
 
 
 def export_checkpoint(
@@ -44,96 +68,40 @@ def export_checkpoint(
     overwrite: bool = False,
     tokenizer: str | None = None,
     max_shard_bytes: int = _SHARD_BYTES,
+    verify: Callable[[Path, Checkpoint, torch.dtype], None] | None = None,
 ) -> Path:
-    """Write the weights of `checkpoint` as a Hugging Face folder `out`; returns its path.
+    """Write the weights of `checkpoint` as a Hugging Face folder `out`; returns its path. Needs no network.
 
-    checkpoint: a checkpoint, or a run folder, of which the newest good one is taken. dtype: float32 or bfloat16.
-    overwrite: replace an earlier export, at the end and at once. tokenizer: its folder; default: the copy in the
-    training data's folder. Weights are read one by one, in the memory of one tensor.
+    checkpoint: a checkpoint, or a run folder, of which the newest good one is taken. dtype: float32, bfloat16 or
+    float16. overwrite: replace an earlier export, at the end and at once. tokenizer: its folder; default: the copy in
+    the training data's folder (or beside an imported checkpoint). verify: called with the whole folder before it gets
+    its name; what it raises undoes the export. Weights are read in blocks, so memory does not grow with the model.
     Raises CheckpointError, DataError or ConfigError; then nothing has changed at `out`.
     """
-    if dtype not in _DTYPES:
-        raise ConfigError(f"dtype={dtype} is not one of float32, bfloat16")
-    folder = store.resolve(checkpoint)
-    state = store.read_state(folder)
-    model, objective = _configs(state, folder)
-    tokens = _find_tokenizer(state, tokenizer)
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype={dtype} is not one of float32, bfloat16, float16")
+    found = read_checkpoint(checkpoint)
+    tokens = _find_tokenizer(found, tokenizer)
     with new_folder(out, overwrite, _is_export) as target:
-        write_model(target, _shapes(model), _DTYPES[dtype], _reader(folder, model), max_shard_bytes)
-        write_tokenizer(tokens, target, model.max_sequence_length)
+        write_model(target, _shapes(found.model), DTYPES[dtype], _reader(found), max_shard_bytes)
+        _write_tokenizer(tokens, target, found.model.max_sequence_length)
         for name in _CODE:
             shutil.copyfile(Path(refusion_train.hf.__path__[0]) / name, target / name)
-        _write_json(target / "generation_config.json", generation_config(objective, tokens))
+        decoding = generation_config(found)
+        _write_json(target / "generation_config.json", decoding)
+        config = model_config(found, dtype=str(DTYPES[dtype]).removeprefix("torch."))
+        (target / "README.md").write_text(card.render(config, decoding, found.state), "utf-8")
         sync_all(path for path in target.iterdir() if path.is_file())
-        config = model_config(model, objective, tokens, state, dtype=str(_DTYPES[dtype]).removeprefix("torch."))
         _write_json(target / "config.json", config)
+        if verify is not None:
+            verify(target, found, DTYPES[dtype])
     return Path(out)
 
 
-def model_config(
-    model: ModelConfig, objective: ObjectiveConfig, tokenizer: Tokenizer, state: dict[str, Any], dtype: str
-) -> dict[str, Any]:
-    """Contents of config.json: the stock configuration of the family, and `refusion`: how the model was trained."""
-    family = "qwen3" if model.qk_norm else "llama"
-    stock, ours = _CLASSES[family]
-    config: dict[str, Any] = {
-        "architectures": [stock],
-        "auto_map": {"AutoModelForCausalLM": f"modeling_refusion.{ours}"},
-        "model_type": family,
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": model.max_sequence_length,
-        "initializer_range": model.init_std,
-        "rms_norm_eps": model.norm_eps,
-        "tie_word_embeddings": model.tie_embeddings,
-        # transformers 5 reads rope_parameters, earlier ones rope_theta.
-        "rope_theta": model.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "use_cache": True,
-        **_special_ids(tokenizer),
-        "torch_dtype": dtype,
-        "refusion": {
-            "version": __version__,
-            "objective": objective.name,
-            "mask_token_id": tokenizer.mask_id,
-            "slot_sizes": objective.slot_sizes if objective.name == "slots" else [],
-            "cross_slot_targets": objective.name == "slots" and objective.cross_slot_targets,
-            "step": state.get("step"),
-            "tokens": state.get("tokens"),
-            "tokenizer": tokenizer.fingerprint,
-        },
-    }
-    config |= {"use_sliding_window": False} if family == "qwen3" else {"mlp_bias": False}
-    return config
-
-
-def generation_config(objective: ObjectiveConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Contents of generation_config.json: greedy, with the decoder's defaults for models trained on slots."""
-    config: dict[str, Any] = {**_special_ids(tokenizer), "do_sample": False}
-    if objective.name == "slots":
-        # The middle of the sizes trained on: longer slots need fewer forwards, and are less often right.
-        size = sorted(objective.slot_sizes)[(len(objective.slot_sizes) - 1) // 2]
-        config |= {
-            "slot_size": size, "num_blocks": 1, "slot_threshold": 0.9, "token_threshold": 0.4, "correction": "ar",
-        }  # fmt: skip
-    return config
-
-
-def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    named = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
-    return {name: index for name, index in named.items() if index is not None}
-
-
-def _configs(state: dict[str, Any], folder: Path) -> tuple[ModelConfig, ObjectiveConfig]:
-    """Model and objective of the run, from a checkpoint's state.json."""
+def read_checkpoint(checkpoint: str) -> Checkpoint:
+    """Resolve a path to a good checkpoint and read what it says of itself. Raises CheckpointError."""
+    folder = store.resolve(checkpoint)
+    state = store.read_state(folder)
     try:
         config = state["config"]
         model, objective = ModelConfig(**config["model"]), ObjectiveConfig(**config["objective"])
@@ -143,25 +111,108 @@ def _configs(state: dict[str, Any], folder: Path) -> tuple[ModelConfig, Objectiv
         ) from None
     if model.vocab_size is None:
         raise CheckpointError(f"{folder / store.STATE}: model.vocab_size is missing; use another checkpoint")
-    return model, objective
+    return Checkpoint(folder, state, model, objective)
 
 
-def _find_tokenizer(state: dict[str, Any], given: str | None) -> Tokenizer:
-    """The tokenizer of the training data; refuses another one."""
-    data = state.get("data", {})
-    wanted = data.get("tokenizer", {}).get("fingerprint")
-    folder = Path(given) if given is not None else Path(data.get("path", "")) / "tokenizer"
+def parse_size(text: str) -> int:
+    """Bytes that `5GB`, `500MB` or `4GiB` means. Raises ConfigError."""
+    number = text.strip().upper().removesuffix("B")
+    unit = number.lstrip("0123456789.")
+    try:
+        size = int(float(number.removesuffix(unit) if unit else number) * _UNITS[unit])
+    except (KeyError, ValueError):
+        size = 0
+    if size <= 0:
+        raise ConfigError(f"a size of '{text}' is not understood; write for example 5GB or 500MB")
+    return size
+
+
+# --------------------------------------------------------------------------------------------------- configurations
+
+
+def model_config(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
+    """Contents of config.json: the stock configuration of the family, and `refusion`: how the model was trained."""
+    model, objective, state = checkpoint.model, checkpoint.objective, checkpoint.state
+    kept = checkpoint.imported.get("config", {})
+    return {
+        **config_of(model, kept),
+        **{name: kept[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in kept},
+        **_special_ids(checkpoint),
+        "torch_dtype": dtype,
+        "refusion": {
+            "version": __version__,
+            "objective": objective.name,
+            "mask_token_id": checkpoint.special_ids.get("mask", -1),
+            "slot_sizes": objective.slot_sizes if objective.name == "slots" else [],
+            "cross_slot_targets": objective.name == "slots" and objective.cross_slot_targets,
+            "step": state.get("step"),
+            "tokens": state.get("tokens"),
+            "tokenizer": state.get("data", {}).get("tokenizer", {}).get("fingerprint"),
+        },
+    }
+
+
+def generation_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Contents of generation_config.json: greedy, with the decoder's defaults for models trained on slots."""
+    objective = checkpoint.objective
+    config: dict[str, Any] = {"do_sample": False, **checkpoint.imported.get("generation_config", {})}
+    config |= _special_ids(checkpoint)
+    if objective.name == "slots":
+        # The middle of the sizes trained on: longer slots need fewer forwards, and are less often right.
+        size = sorted(objective.slot_sizes)[(len(objective.slot_sizes) - 1) // 2]
+        config = {
+            "slot_size": size, "num_blocks": 1, "slot_threshold": 0.9, "token_threshold": 0.4, "correction": "ar",
+            **config,
+        }  # fmt: skip
+    return config
+
+
+def _special_ids(checkpoint: Checkpoint) -> dict[str, Any]:
+    ids = checkpoint.special_ids
+    return {f"{name}_token_id": ids[name] for name in ("bos", "eos", "pad") if ids.get(name) is not None}
+
+
+# --------------------------------------------------------------------------------------------------------- tokenizer
+
+
+def _find_tokenizer(checkpoint: Checkpoint, given: str | None) -> Path | None:
+    """Folder of the tokenizer of the training data; refuses another one. None: imported without any."""
+    data = checkpoint.state.get("data", {})
+    beside = checkpoint.folder.parent / TOKENIZER
+    folder = Path(given) if given is not None else Path(data.get("path", "")) / TOKENIZER
+    if given is None and checkpoint.imported:
+        if not beside.is_dir() and not data.get("tokenizer"):
+            return None
+        folder = beside
     if given is None and not folder.is_dir():
         raise DataError(
             f"the tokenizer of the training data is not at '{folder}' any more; give its folder (--tokenizer)"
         )
-    tokenizer = Tokenizer.load(folder)
-    if wanted is not None and tokenizer.fingerprint != wanted:
+    wanted = data.get("tokenizer", {}).get("fingerprint")
+    found = Tokenizer.load(folder).fingerprint if wanted is not None or (folder / META_FILE).is_file() else None
+    if wanted is not None and found != wanted:
         raise DataError(
-            f"the tokenizer in '{folder}' is {tokenizer.fingerprint}, the checkpoint was trained with {wanted}; "
+            f"the tokenizer in '{folder}' is {found}, the checkpoint was trained with {wanted}; "
             "give that one's folder (--tokenizer)"
         )
-    return tokenizer
+    return folder
+
+
+def _write_tokenizer(folder: Path | None, target: Path, longest: int) -> None:
+    """SentencePiece as `tokenizers` files, others as they are; chat template included."""
+    if folder is None:
+        return
+    own = Tokenizer.load(folder) if (folder / META_FILE).is_file() else None
+    if own is None or own.kind != "sentencepiece":
+        if not copy_files(folder, target):
+            raise DataError(f"'{folder}' holds no tokenizer; give its folder (--tokenizer)")
+        return
+    write_tokenizer(own, target, longest)
+    if (folder / TEMPLATE).is_file():
+        shutil.copyfile(folder / TEMPLATE, target / TEMPLATE)
+
+
+# ----------------------------------------------------------------------------------------------------------- weights
 
 
 def _shapes(model: ModelConfig) -> dict[str, Shape]:
@@ -172,15 +223,16 @@ def _shapes(model: ModelConfig) -> dict[str, Shape]:
     }
 
 
-def _reader(folder: Path, model: ModelConfig):
-    """A function that reads one tensor of the checkpoint (float32 master weights), trimmed to the vocabulary."""
-    stored, wanted = logical_shapes(model), _shapes(model)
+def _reader(checkpoint: Checkpoint) -> Read:
+    """A function that reads rows of a tensor of the checkpoint (float32 master weights)."""
+    stored, wanted = logical_shapes(checkpoint.model), _shapes(checkpoint.model)
 
-    def read(name: str) -> torch.Tensor:
-        key = f"{name}.master"
-        tensors: dict[str, Any] = {key: torch.empty(stored[name], dtype=torch.float32)}
-        store.load(folder, tensors)
-        return tensors[key][: wanted[name][0]]
+    def read(name: str, rows: slice) -> torch.Tensor:
+        assert rows.stop <= wanted[name][0], f"{name} has no rows {rows}"
+        part = torch.empty(rows.stop - rows.start, *stored[name][1:])
+        offsets = (rows.start, *(0,) * (part.dim() - 1))
+        store.load(checkpoint.folder, {f"{name}.master": ShardedEntry(stored[name], {offsets: part})})
+        return part
 
     return read
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from refusion_train.convert.family import CLASSES
 from refusion_train.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -63,14 +64,14 @@ def load_folder(hf_dir: str, device: str | None = None) -> tuple[Any, Callable[[
     import torch
     from transformers.utils import logging
 
-    from refusion_train.hf.modeling_refusion import ReFusionLlamaForCausalLM, ReFusionQwen3ForCausalLM
+    from refusion_train.hf import modeling_refusion
 
     folder = Path(hf_dir)
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError):
         raise DataError(f"'{hf_dir}' is not a folder written by `refusion export`: no readable config.json") from None
-    classes = {"qwen3": ReFusionQwen3ForCausalLM, "llama": ReFusionLlamaForCausalLM}
+    classes = {family: getattr(modeling_refusion, ours) for family, (_, ours) in CLASSES.items()}
     if config.get("model_type") not in classes:
         raise DataError(f"'{hf_dir}' holds a model of type {config.get('model_type')}; known: {', '.join(classes)}")
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -1,4 +1,4 @@
-"""Safetensors files written tensor by tensor, so that a model of any size is exported in the memory of one tensor.
+"""Safetensors files written block by block, so that a model of any size is exported in the memory of one block.
 
 The format: the header's length as 8 bytes (little endian), the header as JSON (name -> dtype, shape, offsets into the
 data), then the data, row-major, without gaps. The safetensors library writes only whole dictionaries of tensors.
@@ -9,28 +9,36 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_BLOCK_BYTES = 64 << 20
 
 Shape = tuple[int, ...]
+Read = Callable[[str, slice], torch.Tensor]
+
+
+def blocks(shape: Shape, limit: int = _BLOCK_BYTES) -> Iterator[slice]:
+    """Ranges of rows of a float32 tensor, in order, of at most `limit` bytes each (one row at least)."""
+    rows = max(1, limit // max(1, 4 * math.prod(shape[1:])))
+    return (slice(first, min(first + rows, shape[0])) for first in range(0, shape[0], rows))
 
 
 def write_model(
     folder: Path,
     shapes: dict[str, Shape],
     dtype: torch.dtype,
-    read: Callable[[str], torch.Tensor],
+    read: Read,
     max_shard_bytes: int,
     tell: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
     """Write model.safetensors, or model-0000N-of-M.safetensors with an index, in the names of transformers.
 
-    read(name): the tensor of that name (shape as in `shapes`, any float dtype), asked for once and dropped at once.
-    tell: is given the bytes written after each tensor. Returns the names of the files with weights.
+    read(name, rows): these rows of the tensor of that name (shape as in `shapes`, any float dtype), asked for once
+    and dropped at once. tell: is given the bytes written after each block. Returns the names of the files with weights.
     """
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     shards = _cut(sizes, max_shard_bytes)
@@ -64,17 +72,21 @@ def _write_file(
     file: Path,
     shapes: dict[str, Shape],
     dtype: torch.dtype,
-    read: Callable[[str], torch.Tensor],
+    read: Read,
     tell: Callable[[int], None],
 ) -> None:
     with open(file, "wb") as stream:
         stream.write(_header(shapes, dtype))
         for name, shape in shapes.items():
-            tensor = read(name)
-            assert tuple(tensor.shape) == shape, f"{name} has shape {tuple(tensor.shape)}, not {shape}"
-            data = tensor.detach().to("cpu", dtype).contiguous().reshape(-1).view(torch.uint8).numpy()
-            stream.write(memoryview(data))  # pyright: ignore[reportArgumentType]
-            tell(data.nbytes)
+            for rows in blocks(shape):
+                tensor = read(name, rows)
+                expected = (rows.stop - rows.start, *shape[1:])
+                assert tuple(tensor.shape) == expected, f"{name} has shape {tuple(tensor.shape)}, not {expected}"
+                data = tensor.detach().to("cpu", dtype).contiguous().reshape(-1).view(torch.uint8).numpy()
+                del tensor
+                stream.write(memoryview(data))  # pyright: ignore[reportArgumentType]
+                tell(data.nbytes)
+                del data
         stream.flush()
         os.fsync(stream.fileno())
 

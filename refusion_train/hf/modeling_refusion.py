@@ -1,7 +1,7 @@
 """Causal language models of transformers whose `generate` decodes slots.
 
 Loaded with `AutoModelForCausalLM.from_pretrained(dir, trust_remote_code=True)`. The weights, names and `forward`
-are those of the stock class (Qwen3 or Llama), so without remote code the same folder is the stock model; only
+are those of the stock class (Qwen3, Qwen2 or Llama), so without remote code the same folder is the stock model; only
 `generate` differs. `config.refusion` says how the model was trained: objective, mask token, slot sizes.
 
 This file is copied into every exported folder: it imports torch, transformers and its neighbours only.
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LlamaForCausalLM, Qwen3ForCausalLM
+from transformers import GenerationConfig, LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 from transformers.utils.generic import ModelOutput
 
 from .cache import KeyValueCache  # noqa: F401 - transformers before 5 copies only what this file imports itself
@@ -133,6 +133,10 @@ class SlotGeneration:
 
 class ReFusionQwen3ForCausalLM(SlotGeneration, Qwen3ForCausalLM):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Qwen3 (with q/k norm) that decodes slots."""
+
+
+class ReFusionQwen2ForCausalLM(SlotGeneration, Qwen2ForCausalLM):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """Qwen2 (with biases on query, key and value) that decodes slots."""
 
 
 class ReFusionLlamaForCausalLM(SlotGeneration, LlamaForCausalLM):  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -27,6 +27,7 @@ from refusion_train.objective import Objective, make_objective
 from refusion_train.parallel.engine import Engine
 from refusion_train.parallel.groups import Groups
 from refusion_train.telemetry import METRICS, Telemetry, has_validation
+from refusion_train.train import initial
 from refusion_train.train.optim import param_groups
 from refusion_train.train.run import Data, Run
 from refusion_train.train.signals import StopSignals
@@ -47,6 +48,8 @@ def open_data(config: Config) -> Data:
     """
     data = store.on_every_rank(lambda: _open_data(config))
     index = data.train.index
+    if config.model.init_from is not None:
+        store.on_every_rank(lambda: initial.settle_model(config, index))
     if config.model.vocab_size is None:
         config.model.vocab_size = index.vocab_size
     if config.model.vocab_size < index.vocab_size:
@@ -158,6 +161,8 @@ def assemble(
     engine = Engine(config, groups, chunks, param_groups(chunks, config.train.weight_decay))
     if checkpoint is not None:
         layout.restore(engine, lambda tensors: store.load(checkpoint, tensors))
+    elif config.model.init_from is not None:
+        initial.load_weights(engine, config, data.train.index)
     host_group = None if groups.device.type == "cpu" else _new_host_group()
     writer = Writer(store.checkpoints_of(config.run_dir), config.checkpoint.keep, _new_host_group())
     store.on_first_rank(lambda: _write_config(config))
@@ -165,6 +170,8 @@ def assemble(
     with loader, Telemetry(config, first_step=state.step, active=groups.rank == 0) as telemetry:
         if checkpoint is not None:
             telemetry.say(f"going on from {checkpoint}")
+        elif config.model.init_from is not None:
+            telemetry.say(f"starting with the weights of {config.model.init_from}")
         run = Run(config, groups, host_group, data, engine, loader, telemetry, writer, state, stop, state.step)
         try:
             yield run

@@ -30,6 +30,8 @@ LAYERS = {
     "refusion_train.parallel": 6,
     "refusion_train.checkpoint": 7,
     "refusion_train.convert.export": 8,
+    "refusion_train.convert.importer": 8,
+    "refusion_train.convert.verify": 8,
     "refusion_train.train": 8,
     "launchers": 9,
     "refusion_train.cli": 10,

@@ -49,7 +49,9 @@ def exported(run: tuple[Path, dict], tmp_path_factory: pytest.TempPathFactory) -
 
 def test_the_folder_holds_what_it_should(exported: Path) -> None:
     names = {path.name for path in exported.iterdir()}
-    assert names == CODE | TOKENIZER | {"config.json", "generation_config.json", "model.safetensors"}
+    assert names == CODE | TOKENIZER | {
+        "config.json", "generation_config.json", "model.safetensors", "README.md",
+    }  # fmt: skip
     config = json.loads((exported / "config.json").read_text())
     assert config["refusion"]["objective"] == "slots" and config["refusion"]["cross_slot_targets"] is True
     assert config["refusion"]["mask_token_id"] == 4 and config["vocab_size"] == VOCABULARY
@@ -290,10 +292,10 @@ from refusion_train.convert import export
 original = export._reader
 def reader(*given):
     read = original(*given)
-    def slow(name):
+    def slow(name, rows):
         print(name, flush=True)
         time.sleep(0.3)
-        return read(name)
+        return read(name, rows)
     return slow
 export._reader = reader
 export.export_checkpoint(sys.argv[1], sys.argv[2], overwrite=True)
@@ -333,22 +335,29 @@ def test_a_kill_leaves_no_folder_that_looks_whole(run: tuple[Path, dict], tmp_pa
     AutoConfig.from_pretrained(out)
 
 
-def test_memory_is_that_of_one_tensor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each tensor is written before the next is read."""
-    from refusion_train.convert.safetensors_stream import write_model
+def test_memory_is_that_of_one_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each block of rows is written before the next is read."""
+    from refusion_train.convert.safetensors_stream import blocks, write_model
 
     events: list[str] = []
+    monkeypatch.setattr(blocks, "__defaults__", (3 * 4,))
 
-    def read(name: str) -> torch.Tensor:
-        events.append(f"read {name}")
-        return torch.zeros(4)
+    def read(name: str, rows: slice) -> torch.Tensor:
+        events.append(f"read {name} {rows.start}:{rows.stop}")
+        return torch.zeros(rows.stop - rows.start)
 
     write_model(
         tmp_path,
-        {name: (4,) for name in "abc"},
+        {name: (4,) for name in "ab"},
         torch.float32,
         read,
         10**9,
         lambda size: events.append(f"wrote {size}"),
     )
-    assert events == ["read a", "wrote 16", "read b", "wrote 16", "read c", "wrote 16"]
+    expected = [
+        ["read a 0:3", "wrote 12"],
+        ["read a 3:4", "wrote 4"],
+        ["read b 0:3", "wrote 12"],
+        ["read b 3:4", "wrote 4"],
+    ]
+    assert events == [event for pair in expected for event in pair]

@@ -1,0 +1,315 @@
+"""Folders of other models become checkpoints and come back to the bit; what cannot be imported is refused in a line."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import FAMILIES, ROWS, equal, hf_model, json_tokenizer, save, save_bin, tensors, with_tokenizer
+from made_up import VOCABULARY, make_checkpoint, model_shape
+
+from refusion_train.checkpoint import store
+from refusion_train.config import ModelConfig, load
+from refusion_train.convert.export import export_checkpoint, read_checkpoint
+from refusion_train.convert.importer import import_folder
+from refusion_train.convert.names import logical_shapes
+from refusion_train.errors import ConfigError, DataError, RefusionError
+
+CASES = [(family, tied) for family in FAMILIES for tied in (True, False)]
+
+
+def _there_and_back(folder: Path, tmp_path: Path, dtype: str, **options: Any) -> Path:
+    import_folder(str(folder), str(tmp_path / "imported"), **options)
+    return export_checkpoint(str(tmp_path / "imported"), str(tmp_path / "back"), dtype=dtype)
+
+
+@pytest.mark.parametrize(("family", "tied"), CASES)
+def test_it_comes_back_to_the_bit(family: str, tied: bool, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    source = save(hf_model(family, tied), tmp_path / "source")
+    back = _there_and_back(source, tmp_path, "float32")
+    assert equal(source, back) and len(tensors(back)) == len(hf_model(family, tied).state_dict()) - tied
+    before, after = (AutoConfig.from_pretrained(folder).to_dict() for folder in (source, back))
+    added = {"auto_map", "refusion", "head_dim"} - before.keys()
+    differing = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+    assert differing <= added | {"_name_or_path"}, {key: (before.get(key), after.get(key)) for key in differing}
+    stock = AutoModelForCausalLM.from_pretrained(back)
+    assert type(stock) is type(hf_model(family, tied))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_other_types_come_back_too(dtype: str, tmp_path: Path) -> None:
+    source = save(hf_model("qwen2", dtype=getattr(torch, dtype)), tmp_path / "source", max_shard_size="20KB")
+    assert len(list(source.glob("*.safetensors"))) > 2
+    assert equal(source, _there_and_back(source, tmp_path, dtype))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_files_of_torch(shards: int, tmp_path: Path) -> None:
+    source = save_bin(hf_model("llama", tied=False), tmp_path / "bin", shards)
+    back = _there_and_back(source, tmp_path, "float32")
+    assert equal(save(hf_model("llama", tied=False), tmp_path / "safe"), back)
+
+
+@pytest.mark.parametrize(("family", "tied"), CASES)
+def test_the_training_model_computes_what_the_stock_class_does(family: str, tied: bool, tmp_path: Path) -> None:
+    """Rows in order and rows with permuted positions, float32."""
+    from refusion_train.convert.verify import _inputs, _training_logits
+
+    stock = hf_model(family, tied)
+    import_folder(str(save(stock, tmp_path / "source")), str(tmp_path / "imported"))
+    tokens, positions = _inputs(ROWS, 24, seed=1)
+    ours = _training_logits(read_checkpoint(str(tmp_path / "imported")), tokens, positions)
+    with torch.no_grad():
+        theirs = stock(
+            torch.from_numpy(tokens), position_ids=torch.from_numpy(positions),
+            attention_mask=torch.ones(tokens.shape, dtype=torch.long), use_cache=False,
+        ).logits  # fmt: skip
+    assert theirs.abs().max() > 1, "logits are too small to compare"
+    assert (ours - theirs).abs().max() < 1e-4
+    in_order = stock(torch.from_numpy(tokens[2:]), use_cache=False).logits
+    assert (in_order - theirs[2:]).abs().max() > 0.1, "the positions have no effect"
+
+
+def test_what_it_prints_is_a_configuration(tmp_path: Path) -> None:
+    made = import_folder(str(save(hf_model("qwen2"), tmp_path / "source")), str(tmp_path / "imported"))
+    (tmp_path / "run.yaml").write_text(made.yaml())
+    config = load(tmp_path / "run.yaml")
+    assert config.model == ModelConfig(
+        hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=12, ffn_size=48, vocab_size=ROWS,
+        qk_norm=False, qkv_bias=True, tie_embeddings=True, rope_theta=20_000.0, norm_eps=1e-5, init_std=0.02,
+        max_sequence_length=128, init_from=str(tmp_path / "imported"),
+    )  # fmt: skip
+    only_looked = import_folder(str(tmp_path / "source"), None)
+    assert only_looked.folder is None and only_looked.model == made.model
+    assert not (tmp_path / "None").exists()
+
+
+def test_our_own_export_comes_back_with_what_it_was_trained_for(tiny_dataset: Any, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "run", tiny_dataset.train, model_shape())
+    first = export_checkpoint(str(tmp_path / "run"), str(tmp_path / "first"), dtype="float32")
+    made = import_folder(str(first), str(tmp_path / "imported"))
+    assert made.mask_id == 4 and made.new_rows == 0
+    second = export_checkpoint(str(tmp_path / "imported"), str(tmp_path / "second"), dtype="float32")
+    assert {p.name for p in first.iterdir()} == {p.name for p in second.iterdir()}
+    for file in first.iterdir():
+        if file.name not in ("config.json", "README.md"):
+            assert file.read_bytes() == (second / file.name).read_bytes(), file.name
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (first, second))
+    assert after["refusion"].pop("step") == 0 and before["refusion"].pop("step") == 3
+    assert after["refusion"].pop("tokens") == 0 and before["refusion"].pop("tokens") == 1000
+    assert before == after
+
+
+# ------------------------------------------------------------------------------------------------------------- mask
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The masters of an imported checkpoint, padding included."""
+    found = read_checkpoint(str(folder))
+    wanted = {f"{name}.master": torch.empty(shape) for name, shape in logical_shapes(found.model).items()}
+    store.load(found.folder, wanted)
+    return {name.removesuffix(".master"): value for name, value in wanted.items()}
+
+
+@pytest.mark.parametrize(("tokens", "mask_id"), [(ROWS - 10, ROWS - 10), (ROWS, ROWS)], ids=["unused row", "new row"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_mask_token_is_added(tokens: int, mask_id: int, tied: bool, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    source = json_tokenizer(save(hf_model("llama", tied), tmp_path / "source"), tokens, chat_template="{{ messages }}")
+    made = import_folder(str(source), str(tmp_path / "imported"), mask_token="<|mask|>", vocab_multiple=64)
+    assert made.mask_id == mask_id and made.new_rows == 1
+    assert made.model.vocab_size == max(ROWS, mask_id + 1)
+    stored, original = _weights(tmp_path / "imported"), tensors(source)
+    for name in ["model.embed_tokens.weight"] + ["lm_head.weight"] * (not tied):
+        assert stored[name].shape[0] == 320 and not stored[name][made.model.vocab_size :].any()
+        mean = original[name][:tokens].mean(dim=0)
+        assert torch.allclose(stored[name][mask_id], mean, atol=1e-6)
+        others = [row for row in range(ROWS) if row != mask_id]
+        assert stored[name][others].equal(original[name][others])
+    back = export_checkpoint(str(tmp_path / "imported"), str(tmp_path / "back"), dtype="float32")
+    assert tensors(back)["model.embed_tokens.weight"].shape[0] == made.model.vocab_size
+    tokenizer = AutoTokenizer.from_pretrained(back)
+    assert tokenizer.mask_token_id == mask_id and tokenizer.eos_token == "<|end|>"
+    assert tokenizer.chat_template == "{{ messages }}"
+    assert json.loads((back / "config.json").read_text())["refusion"]["mask_token_id"] == mask_id
+
+
+def test_a_mask_token_that_is_there_already_and_rows_by_choice(tmp_path: Path) -> None:
+    source = json_tokenizer(save(hf_model("qwen3"), tmp_path / "source"), ROWS - 4)
+    spare = ROWS - 5
+    rows = {}
+    for how in ("eos", "random", "mean"):
+        made = import_folder(
+            str(source), str(tmp_path / "imported"), mask_token="<|spare|>", mask_init=how, overwrite=True
+        )
+        assert made.mask_id == spare and made.new_rows == 1
+        rows[how] = _weights(tmp_path / "imported")["model.embed_tokens.weight"][spare]
+    original = tensors(source)["model.embed_tokens.weight"]
+    assert rows["eos"].equal(original[3])
+    assert 0.01 < rows["random"].std() < 0.03 and not rows["random"].equal(original[spare])
+    used = [row for row in range(ROWS - 4) if row != spare]
+    assert torch.allclose(rows["mean"], original[used].mean(dim=0), atol=1e-6)
+
+
+def test_the_mask_of_our_own_export_keeps_its_row(tiny_dataset: Any, tmp_path: Path) -> None:
+    weights = make_checkpoint(tmp_path / "run", tiny_dataset.train, model_shape())
+    folder = export_checkpoint(str(tmp_path / "run"), str(tmp_path / "hf"), dtype="float32")
+    made = import_folder(str(folder), str(tmp_path / "imported"), mask_token="<mask>")
+    assert made.new_rows == 0
+    stored = _weights(tmp_path / "imported")["model.embed_tokens.weight"]
+    assert stored[:VOCABULARY].equal(weights["model.embed_tokens.weight"][:VOCABULARY])
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"), [("w3", ["w3", "ordinary"]), ("<|end|>", ["eos"])], ids=["an ordinary token", "the end of text"]
+)
+def test_a_mask_that_is_in_use(mask: str, words: list[str], tmp_path: Path) -> None:
+    source = json_tokenizer(save(hf_model("qwen3", eos_token_id=ROWS - 2), tmp_path / "source"), ROWS)
+    _refused(lambda: import_folder(str(source), str(tmp_path / "imported"), mask_token=mask), tmp_path, *words)
+
+
+# -------------------------------------------------------------------------------------------------------- refusals
+
+
+def _refused(action: Callable[[], Any], tmp_path: Path, *words: str) -> None:
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(RefusionError) as error:
+        action()
+    assert isinstance(error.value, (DataError, ConfigError))
+    assert "\n" not in str(error.value)
+    for word in words:
+        assert word in str(error.value), str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before, "something was left behind"
+
+
+def _import(tmp_path: Path) -> Callable[[], Any]:
+    return lambda: import_folder(str(tmp_path / "source"), str(tmp_path / "imported"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gpt2"}, ["model_type=gpt2", "qwen3"]),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_scaling", "linear"]),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, ["rope_parameters", "llama3"]),
+        ({"attention_bias": True}, ["attention_bias"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+        ({"use_sliding_window": True}, ["use_sliding_window"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config", "unquantized"]),
+        ({"hidden_size": None}, ["config.json", "qwen3"]),
+        ({"vocab_size": 299}, ["embed_tokens", "299", "300"]),
+        ({"num_hidden_layers": 3}, ["lacks the tensor model.layers.2."]),
+        ({"num_hidden_layers": 1}, ["model.layers.1.", "no place"]),
+        ({"model_type": "llama"}, ["_norm", "llama", "no place"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_configurations_that_are_not_ours(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    source = save(hf_model("qwen3"), tmp_path / "source")
+    content = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**content, **changes}))
+    _refused(_import(tmp_path), tmp_path, str(source), *words)
+
+
+def _sharded(tmp_path: Path) -> list[Path]:
+    return sorted(save(hf_model("qwen3"), tmp_path / "source", max_shard_size="20KB").glob("model-*.safetensors"))
+
+
+def test_a_missing_shard(tmp_path: Path) -> None:
+    lost = _sharded(tmp_path)[1]
+    lost.unlink()
+    _refused(_import(tmp_path), tmp_path, lost.name, "missing")
+
+
+def test_a_shard_cut_short(tmp_path: Path) -> None:
+    cut = _sharded(tmp_path)[1]
+    os.truncate(cut, cut.stat().st_size - 100)
+    _refused(_import(tmp_path), tmp_path, cut.name, "cut short")
+
+
+def test_a_shard_without_what_its_index_promises(tmp_path: Path) -> None:
+    first, second, *_ = _sharded(tmp_path)
+    shutil.copyfile(first, second)
+    _refused(_import(tmp_path), tmp_path, second.name, "promises")
+
+
+def test_tensors_of_another_type(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    source = save(hf_model("qwen3"), tmp_path / "source")
+    wrong = tensors(source)
+    wrong["model.norm.weight"] = wrong["model.norm.weight"].to(torch.int8)
+    save_file(wrong, source / "model.safetensors")
+    _refused(_import(tmp_path), tmp_path, "model.norm.weight", "I8", "unquantized")
+
+
+def test_no_folder_and_no_weights(tmp_path: Path) -> None:
+    _refused(_import(tmp_path), tmp_path, "config.json is missing")
+    source = save(hf_model("qwen3"), tmp_path / "source")
+    (source / "model.safetensors").unlink()
+    _refused(_import(tmp_path), tmp_path, "no weights")
+
+
+class _Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("exploded",)
+
+
+def test_pickled_code_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = save_bin(hf_model("qwen3"), tmp_path / "source")
+    torch.save({"model.norm.weight": _Bomb()}, source / "pytorch_model.bin")
+    _refused(_import(tmp_path), tmp_path, "pytorch_model.bin", "more than tensors")
+    (source / "pytorch_model.bin").write_bytes(pickle.dumps(_Bomb()))
+    _refused(_import(tmp_path), tmp_path, "pytorch_model.bin")
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_a_tokenizer_of_another_model(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    source = with_tokenizer(save(hf_model("qwen3"), tmp_path / "source"), tiny_tokenizer)
+    _refused(_import(tmp_path), tmp_path, "ids up to 319", "300 rows")
+    for file in tiny_tokenizer.iterdir():
+        (source / file.name).unlink()
+    json_tokenizer(source, ROWS + 1)
+    _refused(_import(tmp_path), tmp_path, "ids up to 300", "300 rows")
+    (source / "tokenizer.json").write_text("{")
+    _refused(_import(tmp_path), tmp_path, "tokenizer.json")
+
+
+def test_only_an_import_is_replaced(tmp_path: Path) -> None:
+    save(hf_model("qwen3"), tmp_path / "source")
+    _import(tmp_path)()
+    _refused(_import(tmp_path), tmp_path, "--overwrite")
+    import_folder(str(tmp_path / "source"), str(tmp_path / "imported"), overwrite=True)
+    store.check(tmp_path / "imported" / "step-00000000")
+    _refused(lambda: import_folder(str(tmp_path / "source"), str(tmp_path / "source"), overwrite=True), tmp_path)
+
+
+def test_memory_is_that_of_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors are read in blocks, each written before the next is read."""
+    from refusion_train.convert import safetensors_stream
+    from refusion_train.convert.source import Source
+
+    sizes: list[int] = []
+    original = Source.read
+
+    def read(*given: Any) -> torch.Tensor:
+        part = original(*given)
+        sizes.append(part.nbytes)
+        return part
+
+    monkeypatch.setattr(safetensors_stream.blocks, "__defaults__", (4096,))
+    monkeypatch.setattr(Source, "read", read)
+    source = save(hf_model("qwen3"), tmp_path / "source")
+    assert equal(source, _there_and_back(source, tmp_path, "float32"))
+    assert max(sizes) <= 4096 and sum(sizes) == sum(value.nbytes for value in tensors(source).values())
