@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from refusion_train.errors import DataError
@@ -25,8 +25,7 @@ def new_folder(out: str | os.PathLike[str], overwrite: bool, is_ours: Callable[[
     target = Path(out)
     partial, old = (target.with_name(f"{target.name}.{ending}") for ending in ("partial", "old"))
     try:
-        if old.is_dir() and not target.exists():
-            os.rename(old, target)  # a process was killed between the two renames below
+        recover(target)
         _check_target(target, overwrite, is_ours)
         partial.mkdir(parents=True, exist_ok=True)
         with open(partial / _LOCK, "w") as lock:
@@ -45,6 +44,53 @@ def new_folder(out: str | os.PathLike[str], overwrite: bool, is_ours: Callable[[
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise DataError(f"cannot write '{target}': {error.strerror or error}; nothing was changed there") from None
+
+
+@contextlib.contextmanager
+def resumable_folder(
+    out: str | os.PathLike[str],
+    overwrite: bool,
+    is_ours: Callable[[Path], bool],
+    can_go_on: Callable[[Path], bool],
+    leftovers: Sequence[str],
+) -> Iterator[Path]:
+    """As `new_folder`, but what a killed process left in `OUT.partial` stays if `can_go_on` says so of it, and so it
+    stays when the block fails. `leftovers`: folders in it that are removed when `out` is complete."""
+    target = Path(out)
+    partial, old = (target.with_name(f"{target.name}.{ending}") for ending in ("partial", "old"))
+    try:
+        recover(target)
+        _check_target(target, overwrite, is_ours)
+        partial.mkdir(parents=True, exist_ok=True)
+        with open(partial / _LOCK, "w") as lock:
+            _take(lock.fileno(), target)
+            if not can_go_on(partial):
+                _clear(partial)
+            try:
+                yield partial
+                _check_target(target, overwrite, is_ours)
+                if target.is_dir() and any(target.iterdir()):
+                    os.rename(target, old)
+                os.rename(partial, target)
+            except BaseException:
+                if not can_go_on(partial):
+                    shutil.rmtree(partial, ignore_errors=True)
+                raise
+            for name in leftovers:
+                shutil.rmtree(target / name, ignore_errors=True)
+            (target / _LOCK).unlink(missing_ok=True)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        kept = f"; what was done is kept in '{partial}'" if partial.exists() else "; nothing was changed there"
+        raise DataError(f"cannot write '{target}': {error.strerror or error}{kept}") from None
+
+
+def recover(out: str | os.PathLike[str]) -> None:
+    """Put the old folder back if a process was killed between taking it away and placing the new one."""
+    target = Path(out)
+    old = target.with_name(f"{target.name}.old")
+    if old.is_dir() and not target.exists():
+        os.rename(old, target)
 
 
 def _check_target(target: Path, overwrite: bool, is_ours: Callable[[Path], bool]) -> None:

@@ -15,7 +15,8 @@ _LOG_SECONDS = 30.0
 class CorpusProgress:
     """Context manager: call `update` as often as you like.
 
-    `total_bytes`: size of the files; shown are documents, documents/s, MB/s (bytes of the files) and the time left.
+    `total_bytes`: size of the files; shown are documents, documents/s, tokens/s, MB/s (bytes of the files) and the time
+    left.
     """
 
     def __init__(self, title: str, total_bytes: int, enabled: bool = True):
@@ -24,6 +25,7 @@ class CorpusProgress:
         self._enabled = enabled
         self._bar: Progress | None = None
         self._begun = self._shown = time.monotonic()
+        self._before = (0, 0, 0)
 
     def __enter__(self) -> CorpusProgress:
         self._begun = time.monotonic()
@@ -43,13 +45,17 @@ class CorpusProgress:
         if self._bar is not None:
             self._bar.stop()
 
-    def update(self, position: int, documents: int, last: bool = False) -> None:
-        """`position`: bytes read so far; `documents`: documents so far; `last`: show it in any case."""
+    def go_on(self, position: int, documents: int, tokens: int = 0) -> None:
+        """An earlier run has done so much: rates are of what comes now."""
+        self._before = (position, documents, tokens)
+
+    def update(self, position: int, documents: int, last: bool = False, tokens: int = 0) -> None:
+        """`position`: bytes read so far; `documents`, `tokens`: so far; `last`: show it in any case."""
         now = time.monotonic()
         if not self._enabled or (now - self._shown < (_BAR_SECONDS if self._bar else _LOG_SECONDS) and not last):
             return
         self._shown = now
-        rate = describe_rate(documents, position, self._total, now - self._begun)
+        rate = describe_rate(documents, position, self._total, now - self._begun, tokens, self._before)
         if self._bar is not None:
             self._bar.update(self._task, completed=position, rate=rate)
         else:
@@ -79,12 +85,24 @@ class Spinner:
             self._bar.stop()
 
 
-def describe_rate(documents: int, position: int, total: int, seconds: float) -> str:
-    """'12,345 documents, 678/s, 9.0 MB/s, 0:01:23 left' from what was done in `seconds`."""
-    per_second = position / seconds if seconds > 0 else 0.0
+def describe_rate(
+    documents: int,
+    position: int,
+    total: int,
+    seconds: float,
+    tokens: int = 0,
+    before: tuple[int, int, int] = (0, 0, 0),
+) -> str:
+    """'12,345 documents, 678 documents/s, 9.0 MB/s, 0:01:23 left' from what was done in `seconds`.
+
+    `before`: position, documents and tokens when they began.
+    """
+    seconds = max(seconds, 1e-9)
+    per_second = (position - before[0]) / seconds
     left = "?" if per_second <= 0 else _clock((total - position) / per_second)
+    speed = f", {(tokens - before[2]) / seconds / 1e6:.2f} M tokens/s" if tokens else ""
     return (
-        f"{documents:,} documents, {documents / seconds if seconds > 0 else 0:,.0f} documents/s, "
+        f"{documents:,} documents, {(documents - before[1]) / seconds:,.0f} documents/s{speed}, "
         f"{per_second / 1e6:.1f} MB/s, {left} left"
     )
 

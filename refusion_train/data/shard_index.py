@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,11 @@ class ShardInfo:
 
 @dataclass(frozen=True)
 class Index:
-    """The whole index. `text_bytes`: UTF-8 bytes of the source text. `tokenizer`: its fingerprint and kind."""
+    """The whole index. `text_bytes`: UTF-8 bytes of the source text. `tokenizer`: its fingerprint and kind.
+
+    Not in every index: `build` (how it was made: encoder and its version, options, job, part) and `sources`
+    (documents, tokens and text_bytes of each input that was named).
+    """
 
     tokenizer: dict[str, str]
     vocab_size: int
@@ -62,6 +66,8 @@ class Index:
     text_bytes: int
     fingerprint: str
     shards: tuple[ShardInfo, ...]
+    build: dict[str, Any] = field(default_factory=dict)
+    sources: tuple[dict[str, Any], ...] = ()
 
     def write(self, folder: Path) -> None:
         """Write index.json so that it is either whole or absent."""
@@ -92,11 +98,8 @@ class Index:
                 "build the dataset again or use the program that made it"
             )
         try:
-            shards = tuple(
-                _make(ShardInfo, {**shard, "blocks": tuple(_make(BlockInfo, block) for block in shard["blocks"])})
-                for shard in content["shards"]
-            )
-            index = _make(cls, {**content, "shards": shards})
+            shards = tuple(shard_from_dict(shard) for shard in content["shards"])
+            index = _make(cls, {**content, "shards": shards, "sources": tuple(content.get("sources", ()))})
             index._check()
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"{path} is damaged ({error}); build the dataset again") from None
@@ -138,6 +141,13 @@ def _no_index(folder: Path) -> str:
     return f"no dataset in '{folder}': {INDEX_FILE} is missing (it is written last; build the dataset again)"
 
 
+def shard_from_dict(values: dict[str, Any]) -> ShardInfo:
+    """The inverse of `dataclasses.asdict` for a shard. Raises KeyError or TypeError for other values."""
+    return _make(ShardInfo, {**values, "blocks": tuple(_make(BlockInfo, block) for block in values["blocks"])})
+
+
 def _make(kind: type, values: dict[str, Any]) -> Any:
     """An instance of a dataclass from the keys it knows; a missing one is a KeyError, others are left alone."""
-    return kind(**{field.name: values[field.name] for field in fields(kind)})
+    optional = {e.name for e in fields(kind) if e.default is not MISSING or e.default_factory is not MISSING}
+    names = [entry.name for entry in fields(kind) if entry.name in values or entry.name not in optional]
+    return kind(**{name: values[name] for name in names})

@@ -147,8 +147,8 @@ def copied(tokenizer: Tokenizer, tmp_path: Path) -> Path:
 def test_a_folder_that_is_no_tokenizer(copied: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no tokenizer in '.*nowhere': tokenizer.model is missing"):
         Tokenizer.load(tmp_path / "nowhere")
-    (copied / META_FILE).unlink()
-    with pytest.raises(DataError, match=r"refusion_tokenizer.json is missing"):
+    (copied / MODEL_FILE).unlink()
+    with pytest.raises(DataError, match=r"tokenizer.model is missing"):
         Tokenizer.load(copied)
 
 

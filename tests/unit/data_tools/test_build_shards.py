@@ -16,8 +16,9 @@ import pytest
 import zstandard
 
 import data_tools
-from data_tools import build_shards as module
+from data_tools import chunks
 from data_tools.build_shards import BuildReport, build_shards, goes_to_validation
+from data_tools.report import PROBLEMS_FILE
 from refusion_train.data.shards import ShardSet, check_tokenizer
 from refusion_train.data.tokenizer import Tokenizer
 from refusion_train.errors import ConfigError, DataError
@@ -85,7 +86,7 @@ def texts_of(path: Path) -> list[str]:
 def test_every_text_comes_back_in_order(build, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     report = build()
     assert texts_of(tmp_path / "out" / "train") == EXPECTED
-    assert sorted(os.listdir(tmp_path / "out")) == ["train"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["problems.txt", "train"]  # of the two empty documents
     assert sorted(os.listdir(tmp_path)) == ["corpus", "out"]
     assert (report.documents, report.empty, report.broken) == (300, 2, 0)
     assert report.text_bytes == sum(len(text.encode()) for text in EXPECTED)
@@ -96,10 +97,11 @@ def test_every_text_comes_back_in_order(build, tmp_path: Path) -> None:  # type:
     assert "300 documents" in summary and "2 empty documents were left out" in summary and "broken" not in summary
 
 
-def test_threads_and_batches_change_nothing(build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    reference = list(build(workers=1).datasets.values())
-    monkeypatch.setattr(module, "_BATCH_DOCUMENTS", 7)
-    assert list(build(out="two", workers=3).datasets.values()) == reference
+def test_the_size_of_chunks_changes_nothing(build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    reference = list(build().datasets.values())
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 700)
+    other = list(build(out="two").datasets.values())
+    assert [index.shards for index in other] == [index.shards for index in reference]
     for file in sorted((tmp_path / "out" / "train").glob("*.tar")):
         assert file.read_bytes() == (tmp_path / "two" / "train" / file.name).read_bytes()
 
@@ -160,13 +162,16 @@ def test_broken_lines_are_counted_and_all_named(build, tmp_path: Path, corpus: P
     report = build()
     assert texts_of(tmp_path / "out" / "train") == EXPECTED + good
     assert (report.documents, report.broken, len(report.examples)) == (303, 32, 20)
-    listed = (tmp_path / "out" / module.BROKEN_FILE).read_text().splitlines()
-    assert len(listed) == 32
+    listed = (tmp_path / "out" / PROBLEMS_FILE).read_text().splitlines()
+    assert len(listed) == 34 and sum("empty document" in line for line in listed) == 2
+    listed = [line for line in listed if "empty document" not in line]
     assert listed[0] == f"{corpus / '8.txt'}:2: byte 0xff is not UTF-8 (invalid start byte)"
     assert listed[1].startswith(f"{corpus / '9.jsonl'}:2: not valid JSON")
     assert listed[-1].startswith(f"{corpus / '9.jsonl'}:33: ")
-    assert "32 broken lines were left out (all in " in report.summary()
+    assert "32 broken lines were left out\n2 empty documents were left out\nall of these are in " in report.summary()
     with pytest.raises(DataError, match=r"8.txt:2: byte 0xff is not UTF-8 .*; leave out --strict"):
+        build(str(corpus / "8.txt"), out="strict", strict=True)
+    with pytest.raises(DataError, match=r"1.jsonl:101: empty document; leave out --strict"):
         build(out="strict", strict=True)
     assert not list(tmp_path.glob("strict*"))
 
@@ -177,7 +182,7 @@ def test_a_truncated_gzip_gives_what_can_be_read(build, tmp_path: Path, corpus: 
     report = build()
     texts = texts_of(tmp_path / "out" / "train")
     assert 100 + len(EXPECTED[200:]) < len(texts) < 300
-    assert report.broken == 1 and "2.jsonl.gz" in report.examples[0].file
+    assert report.broken == 1 and "2.jsonl.gz" in report.examples[1].file
 
 
 @pytest.mark.parametrize(
@@ -223,8 +228,9 @@ def test_nothing_is_overwritten_silently(build, tmp_path: Path) -> None:  # type
     before = ShardSet.open(tmp_path / "out" / "train").fingerprint
     with pytest.raises(DataError, match="exists already"):
         build(val_fraction=0.1)
+    assert build().already  # the same again is no error and writes nothing
     build(val_fraction=0.1, overwrite=True)
-    assert sorted(os.listdir(tmp_path / "out")) == ["train", "validation"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["problems.txt", "train", "validation"]
     assert ShardSet.open(tmp_path / "out" / "train").fingerprint != before
     (tmp_path / "out" / "thesis.doc").write_text("all of my work")
     with pytest.raises(DataError, match="holds other things than this command writes; --overwrite does not touch it"):
@@ -273,7 +279,7 @@ def test_two_builds_into_one_folder_at_once(build, tmp_path: Path) -> None:  # t
 KILL = """
 import os, signal, sys
 from data_tools.build_shards import build_shards
-import data_tools.output, refusion_train.data.shard_index, refusion_train.data.shards as shards
+import data_tools.output, refusion_train.data.shard_index, refusion_train.data.shard_writer as shards
 calls = 0
 def deadly(function, nth):
     def wrapper(*arguments, **options):
@@ -284,7 +290,7 @@ def deadly(function, nth):
         return function(*arguments, **options)
     return wrapper
 owner, name, nth = sys.argv[1:4]
-owner = {"writer": shards.ShardWriter, "index": refusion_train.data.shard_index.Index, "os": os}[owner]
+owner = {"writer": shards.TarSequence, "index": refusion_train.data.shard_index.Index, "os": os}[owner]
 setattr(owner, name, deadly(getattr(owner, name), int(nth)))
 build_shards(
     [sys.argv[4]], sys.argv[5], sys.argv[6], val_fraction=0.3, shard_bytes=20000, block_tokens=2000, progress=False,
@@ -299,8 +305,7 @@ build_shards(
         ("writer", "_flush", 3),
         ("writer", "_close_tar", 2),
         ("index", "write", 2),
-        ("os", "rename", 2),
-        ("os", "rename", 3),
+        ("os", "rename", 1),
     ],
     ids=lambda point: "-".join(map(str, point)),
 )
@@ -322,12 +327,11 @@ def test_killed_between_taking_away_the_old_and_placing_the_new(  # type: ignore
     build, tmp_path: Path, corpus: Path, tiny_tokenizer: Path
 ) -> None:
     build()
-    arguments = ["os", "rename", "4", str(corpus), str(tiny_tokenizer), str(tmp_path / "out"), "replace"]
+    arguments = ["os", "rename", "2", str(corpus), str(tiny_tokenizer), str(tmp_path / "out"), "replace"]
     run = subprocess.run([sys.executable, "-c", KILL, *arguments], cwd=ROOT, check=False)
     assert run.returncode == -signal.SIGKILL
     assert sorted(os.listdir(tmp_path)) == ["corpus", "out.old", "out.partial"]
-    with pytest.raises(DataError, match="exists already"):  # the old one is back in its place
-        build()
+    assert build().already  # the old one is back in its place
     assert texts_of(tmp_path / "out" / "train") == EXPECTED
     build(overwrite=True)
     assert sorted(os.listdir(tmp_path)) == ["corpus", "out"]
