@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,19 +61,23 @@ class HashingWriter(FileSystemWriter):
         return future
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        file, size = f"{plan.storage_data.prefix}0.distcp", 0
-        tensors: list[torch.Tensor] = []
+        file = f"{plan.storage_data.prefix}0.distcp"
         results: list[WriteResult] = []
-        for item in plan.items:
-            tensor = planner.resolve_data(item)
-            assert isinstance(tensor, torch.Tensor), f"{item.index.fqn} is not a tensor"
-            tensors.append(tensor.detach().cpu().contiguous())
-            place = Place(file, size, tuple(tensor.shape), tensor.dtype)
-            results.append(WriteResult(item.index, tensor.nbytes, place))
-            size += tensor.nbytes
+        size = 0
+
+        def tensors() -> Iterator[torch.Tensor]:  # one by one: an entry may make them when it is asked
+            nonlocal size
+            for item in plan.items:
+                tensor = planner.resolve_data(item)
+                assert isinstance(tensor, torch.Tensor), f"{item.index.fqn} is not a tensor"
+                place = Place(file, size, tuple(tensor.shape), tensor.dtype)
+                results.append(WriteResult(item.index, tensor.nbytes, place))
+                size += tensor.nbytes
+                yield tensor.detach().cpu().contiguous()
+
         digest = hashlib.sha256()
         with open(Path(self.path) / file, "wb", buffering=0) as stream:
-            for stretch in _joined(tensors):
+            for stretch in _joined(tensors()):
                 memory = _bytes_of(stretch)
                 for start in range(0, len(memory), WRITE_BYTES):
                     block = memory[start : start + WRITE_BYTES]
@@ -84,7 +88,7 @@ class HashingWriter(FileSystemWriter):
         return results
 
 
-def _joined(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _joined(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The elements of contiguous tensors, in order; those that lie behind each other in memory (a snapshot) in one."""
     stretch: torch.Tensor | None = None
     for tensor in (tensor.reshape(-1) for tensor in tensors):
