@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -236,6 +237,45 @@ def test_a_full_disk_is_one_line_and_nothing_is_lost(undisturbed: Config, again:
     again.checkpoint.keep = 2
     train_group(again, 2)
     assert losses(again) == pytest.approx(losses(undisturbed), abs=1e-6)
+
+
+def no_large_files() -> None:
+    """The second rank cannot write its part of a checkpoint."""
+    if os.environ["RANK"] == "1":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_rank_that_cannot_write_stops_all(undisturbed: Config, again: Config, asynchronous: bool) -> None:
+    continue_from(undisturbed, again, 2)
+    again.checkpoint.asynchronous = asynchronous
+    group = Group(again, 2, no_large_files)
+    outcomes = group.wait()
+    assert outcomes[0] == outcomes[1] and outcomes[0].code == 1, f"{outcomes}\n{group.output}"
+    assert "step-00000004: rank 1: File too large" in outcomes[0].error and "\n" not in outcomes[0].error
+    assert checkpoints(again) == ["step-00000002"] and "saved" not in group.output
+    assert len(losses(again)) < 10
+
+
+def endless_write() -> None:
+    """The first rank never gets its part of a checkpoint onto the disk."""
+    if os.environ["RANK"] == "0":
+        os.fsync = lambda _: time.sleep(1000)
+
+
+def test_a_rank_that_dies_during_a_save_takes_the_others_along(undisturbed: Config, again: Config) -> None:
+    again.checkpoint.interval, again.train.steps, again.train.validation_interval = 2, 100_000, 0
+    group = Group(again, 2, endless_write)
+    wait_until(lambda: checkpoints(again) == ["step-00000002.tmp"] if count_rows(again) > 2 else False, group)
+    began = time.monotonic()
+    group.signal(signal.SIGKILL, rank=1)
+    first, second = group.wait()
+    assert second.code == -signal.SIGKILL
+    assert first.code == 1 and "another process of the group has gone" in first.error
+    assert time.monotonic() - began < 30
+    again.train.steps, again.train.validation_interval = undisturbed.train.steps, undisturbed.train.validation_interval
+    train_group(again, 2)
+    same_as(undisturbed, again)
 
 
 # ------------------------------------------------------------------------------------------------- the numbers
