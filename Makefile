@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test lint types unit clean
+.PHONY: install demo test lint types unit matrix clean
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -30,6 +30,10 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest
+
+# What `make test` runs of it too: every layout of ranks against one process.
+matrix: $(STAMP)
+	$(BIN)/python -m pytest -m matrix
 
 clean:
 	rm -rf $(VENV) build *.egg-info

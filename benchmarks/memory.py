@@ -77,6 +77,7 @@ def _cases() -> list[Case]:
         Case("dp3 zero3 bf16 untied", 3, {"parallel.zero_stage": 3} | untied),
         Case("tp2 sequence bf16 untied, selective", 2, tp2_sequence | {"train.recompute": "selective"} | untied),
         Case("tp2 sequence bf16, full", 2, tp2_sequence | {"train.recompute": "full"}),
+        Case("pp2 uneven bf16", 2, {"parallel.pipeline": 2, "parallel.pipeline_last": 1}),
         Case("pp2 virtual2 bf16 untied", 2, {"parallel.pipeline": 2, "parallel.virtual_pipeline": 2} | untied),
         Case("pp2 x dp2 zero2 bf16 untied, selective", 4,
              {"parallel.pipeline": 2, "parallel.zero_stage": 2, "train.recompute": "selective"} | untied),

@@ -102,6 +102,7 @@ class _HeadLoss(torch.autograd.Function):
                 torch.mm(grad, matrix, out=grad_hidden[span])
             if grad_weight is not None:
                 _accumulate(grad_weight[: part.size], grad, hidden[span])
+            del logits, grad  # before the next chunk's are made
         ctx.grads = grad_hidden, grad_weight
         ctx.mark_non_differentiable(entropy)
         return torch.dot(weights, entropy), entropy

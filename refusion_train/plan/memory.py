@@ -146,15 +146,14 @@ def gathered_bytes(config: Config, stage: Stage, data: int) -> int:
 def logits_bytes(config: Config, stage: Stage) -> int:
     """The logits of a chunk of supervised rows at their worst (model.loss): 0 where there is no head.
 
-    A chunk is float32, and in bf16 its gradient is rounded to another 2 bytes; when the next chunk is computed the
-    last one is still there.
+    A chunk is float32, and in bf16 it comes from a product of 2 bytes, and its gradient is rounded to 2.
     """
     if not stage.head:
         return 0
     columns = -(-vocabulary(config.model) // config.parallel.tensor)
     rows, tokens = max(16, LOGITS_CHUNK // (FP32 * columns)), activations.micro_batch_tokens(config)
     per_element = FP32 + (2 if config.train.precision == "bf16" else 0)
-    return per_element * columns * (min(rows, tokens) + min(rows, max(0, tokens - rows)))
+    return per_element * columns * min(rows, tokens)
 
 
 def head_bytes(config: Config, stage: Stage) -> int:

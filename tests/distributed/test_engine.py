@@ -1,8 +1,9 @@
-"""Every layout of ranks trains the same model as plain torch on one process; steps that must not count do not."""
+"""The engine trains the same model as plain torch on one process; steps that must not count do not.
+
+Tensor and pipeline parallelism are in test_layouts."""
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import tempfile
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from processes import RankError, run
-from tiny import Curve, assemble, micro_batches, one_step, start, tiny_config, train, train_plainly
+from tiny import Curve, Layout, distance, micro_batches, one_step, reference, start, tiny_config, train, train_plainly
 
 from refusion_train.config import Config
 from refusion_train.errors import ConfigError, TrainingError
@@ -21,56 +22,28 @@ from refusion_train.model.loss import STAT_INDEX
 from refusion_train.parallel.groups import destroy, init_groups
 from refusion_train.parallel.reduce import PartialGradients
 
-Layout = dict[str, Any]
-
-
-@functools.cache
-def reference(tie_embeddings: bool) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
-    (result,) = run(train_plainly, 1, tiny_config(model__tie_embeddings=tie_embeddings))
-    return result
-
-
-def distance(results: list[Curve], tie_embeddings: bool = True) -> tuple[float, float]:
-    """Largest differences from the reference: of losses and norms over all ranks, and of final weights."""
-    curve, weights = reference(tie_embeddings)
-    tensors = assemble(results)
-    assert {name for name in tensors if name.endswith(".master")} == {f"{name}.master" for name in weights}
-    return (
-        max(float(np.abs(result.curve - curve).max()) for result in results),
-        max(float((tensors[f"{name}.master"] - weights[name]).abs().max()) for name in weights),
-    )
-
-
 LAYOUTS: list[tuple[int, Layout]] = [
     *((processes, {"parallel__zero_stage": stage}) for processes in (1, 2) for stage in (1, 2, 3)),
     (1, {"train__micro_batch_size": 1}),
     (1, {"train__micro_batch_size": 4}),
     (2, {"train__micro_batch_size": 1, "parallel__zero_stage": 2}),
     (2, {"train__micro_batch_size": 4, "parallel__zero_stage": 3}),
-    (2, {"parallel__tensor": 2}),
-    (2, {"parallel__tensor": 2, "parallel__zero_stage": 3}),
-    (2, {"parallel__tensor": 2, "parallel__sequence": True}),
-    (2, {"parallel__tensor": 2, "parallel__sequence": True, "parallel__zero_stage": 2}),
     (2, {"parallel__zero_stage": 2, "train__recompute": "full"}),
     (2, {"parallel__zero_stage": 3, "train__recompute": "selective"}),
-    (2, {"parallel__pipeline": 2, "parallel__zero_stage": 2, "train__recompute": "full"}),
-    (2, {"parallel__pipeline": 2, "parallel__virtual_pipeline": 2}),
     (2, {"model__tie_embeddings": False, "parallel__zero_stage": 3}),
-    (2, {"model__tie_embeddings": False, "parallel__tensor": 2}),
-    (2, {"model__tie_embeddings": False, "parallel__pipeline": 2}),
 ]
 
 
 @pytest.mark.parametrize(("processes", "layout"), LAYOUTS, ids=str)
-def test_layouts_agree_with_plain_torch(processes: int, layout: Layout):
+def test_data_parallel_ranks_agree_with_plain_torch(processes: int, layout: Layout):
     results = run(train, processes, tiny_config(**layout))
-    curve, weights = distance(results, layout.get("model__tie_embeddings", True))
+    curve, weights = distance(results, layout)
     assert curve < 1e-5, "losses or gradient norms differ"
     assert weights < 1e-4, "final weights differ"
 
 
 def test_the_reference_learns_and_clips():
-    curve, _ = reference(True)
+    curve, _ = reference()
     assert curve[:, 1].min() > 1.0, "norms must exceed train.clip, or clipping is not tested"
     unclipped, _ = run(train_plainly, 1, tiny_config(train__clip=0.0), 3)[0]
     assert np.abs(unclipped - curve[:3]).max() > 1e-6, "clipping makes no difference"
@@ -121,10 +94,7 @@ def _train_without_partial_sums(config: Config) -> Curve:
     ids=["q/k norm", "q/k norm in the backward pass", "norms with sequence parallel", "tied embedding"],
 )
 def test_without_the_sums_of_partial_gradients_the_comparison_fails(layout: Layout):
-    if layout.get("model__qk_norm") is False:
-        expected = run(train, 1, tiny_config(model__qk_norm=False))[0].curve
-    else:
-        expected = reference(True)[0]
+    expected = reference(**layout)[0]
     results = run(_train_without_partial_sums, 2, tiny_config(**layout))
     assert max(np.abs(result.curve - expected).max() for result in results) > 1e-4
 
@@ -219,7 +189,7 @@ def _bf16_gradients(config: Config) -> tuple[float, float, bool]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bf16_accumulates_and_keeps_masters_in_float32(stage: int):
     config = tiny_config(train__precision="bf16", train__micro_batch_size=1, parallel__zero_stage=stage)
-    exact = reference(True)[0][0, 1]
+    exact = reference()[0][0, 1]
     for norm, kept, finer in run(_bf16_gradients, 2, config):
         assert norm == pytest.approx(exact, rel=5e-3)
         assert kept > 0.5, "sums of micro-batches were rounded to bf16"
@@ -228,7 +198,7 @@ def test_bf16_accumulates_and_keeps_masters_in_float32(stage: int):
 
 def test_bf16_follows_the_float32_curve():
     results = run(train, 2, tiny_config(train__precision="bf16", parallel__zero_stage=2))
-    assert np.abs(results[0].curve - reference(True)[0]).max() < 2e-2
+    assert np.abs(results[0].curve - reference()[0]).max() < 2e-2
 
 
 # ------------------------------------------------------------------------------------------------------ evaluation
@@ -263,7 +233,7 @@ def _train_and_evaluate(config: Config) -> tuple[np.ndarray, np.ndarray, np.ndar
 def test_evaluation_gives_the_same_sums_and_leaves_training_alone(layout: Layout):
     results = run(_train_and_evaluate, 2, tiny_config(**layout))
     for curve, evaluated, trained in results:
-        assert np.abs(curve - reference(True)[0][:4]).max() < 1e-5
+        assert np.abs(curve - reference()[0][:4]).max() < 1e-5
         np.testing.assert_allclose(evaluated, trained, rtol=1e-5, atol=1e-6)
         assert evaluated[STAT_INDEX["loss"]] > 0, "no statistics on a rank that does not compute the loss"
 
@@ -282,7 +252,7 @@ def _fail_in_the_middle(config: Config) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_rank_that_fails_does_not_wait_for_the_others(stage: int):
-    reference(True)  # the first group of processes takes longer to start
+    reference()  # the first group of processes takes longer to start
     started = time.monotonic()
     with pytest.raises(RankError, match="rank 1 of 2 failed"):
         run(_fail_in_the_middle, 2, tiny_config(parallel__zero_stage=stage))
@@ -316,7 +286,7 @@ def _alone_twice(config: Config) -> list[float]:
 
 def test_a_single_process_needs_no_launcher():
     (losses,) = run(_alone_twice, 1, tiny_config())
-    assert losses[0] == losses[1] == pytest.approx(reference(True)[0][0, 0], abs=1e-6)
+    assert losses[0] == losses[1] == pytest.approx(reference()[0][0, 0], abs=1e-6)
 
 
 def test_a_wrong_layout_is_refused_before_any_group(monkeypatch: pytest.MonkeyPatch):

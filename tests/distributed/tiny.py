@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from processes import run
 
+from refusion_train.checkpoint import store
 from refusion_train.checkpoint.layout import restore, tensors_to_save
 from refusion_train.checkpoint.sharded import ShardedEntry
 from refusion_train.config import Config, ModelConfig
@@ -21,9 +26,11 @@ from refusion_train.parallel.groups import Groups, destroy, init_groups
 VOCABULARY = 250  # padded to 256: the padding is part of what is tested
 DECAY = 0.1
 
+Layout = dict[str, Any]  # changes of a configuration: see tiny_config
+
 
 def tiny_config(**changes: Any) -> Config:
-    """Two layers, grouped queries, q/k norm; 8 rows of 32 tokens a step. `changes`: parallel__tensor=2 and the like."""
+    """Four layers, grouped queries, q/k norm; 8 rows of 32 tokens a step. `changes`: parallel__tensor=2."""
     config = Config()
     config.model = ModelConfig(
         hidden_size=32, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, ffn_size=48,
@@ -37,6 +44,34 @@ def tiny_config(**changes: Any) -> Config:
         assert hasattr(getattr(config, section), key), f"no key {section}.{key}"
         setattr(getattr(config, section), key, value)
     return config
+
+
+def layout_of(words: str) -> Layout:
+    """The changes that a short name stands for: 'tp2 sp pp2 vp2 zero2 full' and the like.
+
+    'first3' and 'last1' are layers of the ends; 'rows4': rows of a micro-batch.
+    """
+    keys = {
+        "tp": "parallel__tensor", "pp": "parallel__pipeline", "vp": "parallel__virtual_pipeline",
+        "zero": "parallel__zero_stage", "first": "parallel__pipeline_first", "last": "parallel__pipeline_last",
+        "layers": "model__num_layers", "rows": "train__micro_batch_size",
+    }  # fmt: skip
+    changes: Layout = {}
+    for word in words.split():
+        name = word.rstrip("0123456789")
+        if name in keys:
+            changes[keys[name]] = int(word[len(name) :])
+        elif name in ("selective", "full"):
+            changes["train__recompute"] = word
+        else:
+            assert name in ("sp", "dp"), f"'{word}' is no part of a layout"
+            changes |= {"parallel__sequence": True} if name == "sp" else {}
+    return changes
+
+
+def processes_of(words: str) -> int:
+    """Ranks of a layout; 1 is one of them."""
+    return math.prod(int(word[2:]) for word in words.split() if word[:2] in ("tp", "pp", "dp"))
 
 
 def global_batch(config: Config, step: int) -> tuple[Batch, np.ndarray]:
@@ -105,19 +140,16 @@ class Curve:
     parts: dict[str, tuple[tuple[int, ...], dict[tuple[int, ...], torch.Tensor]]]
 
 
-def train(config: Config, first: int = 0, last: int = 10, load: str | None = None, save: str | None = None) -> Curve:
-    """Steps first..last on this layout, from a checkpoint or the beginning; saved at the end if asked."""
-    from torch.distributed.checkpoint.state_dict_loader import load as read
-    from torch.distributed.checkpoint.state_dict_saver import save as write
-
+def train(config: Config, first: int = 0, last: int = 10, root: str | None = None) -> Curve:
+    """Steps first..last on this layout. With `root`, a folder of checkpoints: from that of `first`, and saved."""
     _, engine = start(config)
-    if load is not None:
-        restore(engine, lambda tensors: read(tensors, checkpoint_id=load))
+    if root is not None and first:
+        restore(engine, lambda tensors: store.load(Path(root, store.step_name(first)), tensors))
         assert engine.optimizer_steps == first, f"{engine.optimizer_steps} steps restored instead of {first}"
     curve = [one_step(engine, step) for step in range(first, last)]
     tensors = tensors_to_save(engine)
-    if save is not None:
-        write(tensors, checkpoint_id=save)
+    if root is not None and last > first:
+        store.save(root, last, tensors, {}, keep=100)
     parts = {
         name: (tuple(entry.shape), {offsets: part.clone() for offsets, part in entry.parts.items()})
         for name, entry in tensors.items()
@@ -171,3 +203,26 @@ def train_plainly(config: Config, steps: int = 10) -> tuple[np.ndarray, dict[str
     }
     destroy()
     return np.array(curve), weights
+
+
+@functools.cache
+def _reference(changes: tuple[tuple[str, Any], ...]) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
+    (result,) = run(train_plainly, 1, tiny_config(**dict(changes)))
+    return result
+
+
+def reference(**changes: Any) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
+    """What `train_plainly` says of a model; of `changes` those of the layout are left out."""
+    model = {name: value for name, value in changes.items() if name.startswith("model__")}
+    return _reference(tuple(sorted(model.items())))
+
+
+def distance(results: list[Curve], layout: Layout) -> tuple[float, float]:
+    """Largest differences from the reference: of losses and norms over all ranks, and of final weights."""
+    curve, weights = reference(**layout)
+    tensors = assemble(results)
+    assert {name for name in tensors if name.endswith(".master")} == {f"{name}.master" for name in weights}
+    return (
+        max(float(np.abs(result.curve - curve).max()) for result in results),
+        max(float((tensors[f"{name}.master"] - weights[name]).abs().max()) for name in weights),
+    )
