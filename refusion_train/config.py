@@ -8,6 +8,7 @@ words of the command line (OmegaConf structured configs, so a wrong type or an u
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -190,7 +191,7 @@ def load(path: str | os.PathLike[str] | None, overrides: list[str] | None = None
             merged = OmegaConf.merge(merged, layer)
         except OmegaConfBaseException as error:
             key = getattr(error, "full_key", None) or "?"
-            raise ConfigError(f"{source}: {key}: {_first_line(error)}") from None
+            raise ConfigError(f"{source}: {key}: {_explain(error, key)}") from None
     try:
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
@@ -282,6 +283,12 @@ def all_keys(schema: type = Config, prefix: str = "") -> list[str]:
     return keys
 
 
+def _explain(error: BaseException, key: str) -> str:
+    """OmegaConf's words, but where they name its own classes."""
+    text = _first_line(error)
+    return f"not a list; write it as {key}=[1,2]" if "is not a ListConfig" in text else text
+
+
 def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
 
@@ -297,6 +304,12 @@ def validate(config: Config, world_size: int | None = None) -> None:
     """
     _check_ranges(config)
     _check_objective(config.objective)
+    shortest = min(config.objective.slot_sizes)
+    _require(
+        shortest <= config.data.sequence_length,
+        f"objective.slot_sizes={config.objective.slot_sizes}: every slot is longer than data.sequence_length="
+        f"{config.data.sequence_length}; give shorter slots or longer rows",
+    )
     _check_model(config)
     layouts.check(config, world_size)
 
@@ -332,6 +345,8 @@ _NOT_NEGATIVE = (
 _FRACTION = (
     "objective.partial_slot_probability", "train.min_lr_ratio", "train.decay_fraction", "train.beta1", "train.beta2",
 )  # fmt: skip
+_BELOW_ONE = ("train.beta1", "train.beta2")  # Adam divides by 1 - beta
+_LARGEST_SEED = 2**63 - 1
 
 
 def _get(config: Config, key: str) -> Any:
@@ -342,12 +357,22 @@ def _get(config: Config, key: str) -> Any:
 
 
 def _check_ranges(config: Config) -> None:
+    for key in (*_POSITIVE, *_NOT_NEGATIVE):
+        value = _get(config, key)
+        _require(math.isfinite(value), f"{key}={value} is not a finite number")
     for key in _POSITIVE:
         _require(_get(config, key) > 0, f"{key}={_get(config, key)} must be greater than 0")
     for key in _NOT_NEGATIVE:
         _require(_get(config, key) >= 0, f"{key}={_get(config, key)} must not be negative")
     for key in _FRACTION:
         _require(0 <= _get(config, key) <= 1, f"{key}={_get(config, key)} must lie between 0 and 1")
+    for key in _BELOW_ONE:
+        _require(_get(config, key) < 1, f"{key}={_get(config, key)} must be less than 1")
+    _require(config.seed <= _LARGEST_SEED, f"seed={config.seed} is too large; the largest is {_LARGEST_SEED}")
+    _require(
+        config.data.sequence_length >= 2,
+        f"data.sequence_length={config.data.sequence_length} leaves no token to predict from another; give 2 or more",
+    )
     for key, allowed in (
         ("objective.name", OBJECTIVES), ("objective.normalization", NORMALIZATIONS),
         ("objective.rng", ("counter", "reference")), ("train.precision", PRECISIONS),

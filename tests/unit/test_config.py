@@ -43,6 +43,7 @@ def test_resolved_configuration_reads_back_equal(tmp_path: Path) -> None:
         ("=3", "key=value"),
         ("train.steps=1.5", "train.steps"),
         ("objective.slot_sizes=[a]", "objective.slot_sizes"),
+        ("objective.slot_sizes=4", "not a list"),
     ],
 )
 def test_bad_overrides_name_the_key(word: str, part: str) -> None:
@@ -94,6 +95,12 @@ def test_missing_file_names_the_shipped_ones() -> None:
         (["train.micro_batch_size=0"], 1, "train.micro_batch_size"),
         (["train.min_lr_ratio=2"], 1, "train.min_lr_ratio"),
         (["model.head_dim=33"], 1, "model.head_dim"),
+        (["train.lr=inf"], 1, "train.lr=inf"),
+        (["train.clip=nan"], 1, "train.clip=nan"),
+        (["train.beta2=1"], 1, "train.beta2"),
+        (["seed=99999999999999999999"], 1, "seed"),
+        (["data.sequence_length=1"], 1, "data.sequence_length"),
+        (["data.sequence_length=16", "objective.slot_sizes=[32]"], 1, "every slot is longer"),
     ],
 )
 def test_cross_field_checks_name_the_key(words: list[str], world: int, part: str) -> None:
