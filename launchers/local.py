@@ -239,9 +239,9 @@ def _report(cause: _Rank | None, ranks: list[_Rank], logs: Path, received: list[
         hung = ", ".join(str(rank.rank) for rank in ranks if rank.killed_by_us)
         return _fail(f"rank {hung} did not end within {_STRAGGLER_S:.0f} s of the others and was killed", 1)
     code = cause.process.returncode
-    if cause.died and received and -code == received[0]:
+    if received and code in (-received[0], 128 + received[0]):  # ended by it, or with the code that shells give that
         shutil.rmtree(logs, ignore_errors=True)
-        print(f"stopped by {signal.Signals(-code).name} before the training began", file=sys.stderr, flush=True)
+        print(f"stopped by {signal.Signals(received[0]).name} before the training began", file=sys.stderr, flush=True)
         return STOPPED
     error, several = cause.error, len(ranks) > 1
     if error.get("expected") or (cause.log is None and not cause.died):

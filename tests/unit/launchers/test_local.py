@@ -184,11 +184,20 @@ def test_signals_are_passed_on_once(tmp_path: Path, number: signal.Signals) -> N
     assert launcher.wait(timeout=20) == 75, launcher.stderr and launcher.stderr.read()
 
 
-def test_a_signal_before_the_ranks_listen_is_a_stop_too(tmp_path: Path) -> None:
-    launcher = start_launcher(f"open({str(tmp_path)!r} + f'/ready-{{rank}}', 'w').close(); time.sleep(600)", 2)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_ranks_listen_is_a_stop_too(tmp_path: Path, number: signal.Signals) -> None:
+    """SIGTERM ends them then; of SIGINT the command makes its own exit code, 130."""
+    script = f"""
+        signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+        open({str(tmp_path)!r} + f'/ready-{{rank}}', 'w').close()
+        time.sleep(600)
+    """
+    launcher = start_launcher(script, 2)
     wait_for([tmp_path / "ready-0", tmp_path / "ready-1"])
-    launcher.terminate()
-    assert launcher.wait(timeout=20) == 75
+    launcher.send_signal(number)
+    _, said = launcher.communicate(timeout=20)
+    assert launcher.returncode == 75, said
+    assert said.strip() == f"stopped by {number.name} before the training began"
 
 
 def test_nothing_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:
