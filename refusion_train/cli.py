@@ -169,6 +169,11 @@ def train(
     validate(settings, int(os.environ.get("WORLD_SIZE", "1")) if inside_group else nproc)
     if settings.data.train is None:
         raise ConfigError("data.train is not set; give the folder of shards, for example data.train=shards/train")
+    if not inside_group:  # before processes are started and torch is imported
+        from refusion_train.data.shard_index import Index
+
+        for folder in filter(None, (settings.data.train, settings.data.validation)):
+            Index.read(Path(folder))
     if nproc > 1:
         from launchers.local import launch
 
@@ -303,7 +308,8 @@ def import_(
 @app.command()
 def generate(
     folder: Annotated[Path, typer.Argument(help="A Hugging Face folder written by export.", show_default=False)],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    prompt: Annotated[Optional[str], typer.Option(help="Text to continue.")] = None,  # noqa: UP045
+    prompt_file: Annotated[Optional[str], typer.Option(help="A file that holds it; - for standard input.")] = None,  # noqa: UP045
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     slot_size: Annotated[Optional[int], typer.Option(min=1, help="Tokens per slot.")] = None,  # noqa: UP045
     num_blocks: Annotated[Optional[int], typer.Option(min=1, help="Serial blocks of the response.")] = None,  # noqa: UP045
@@ -313,13 +319,14 @@ def generate(
     decoding: Annotated[Optional[str], typer.Option(help="plan_and_infill, left_to_right or mdm.")] = None,  # noqa: UP045
     temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.", min=0, max=2**63 - 1)] = 0,
     stream: Annotated[bool, typer.Option("--stream", help="Show slots filling in as they are decided.")] = False,
 ) -> None:
     """Continue a prompt by plan and infill.
 
     Example: refusion generate runs/a/hf --prompt "def main():" --stream
     """
+    text = _prompt(prompt, prompt_file)
     from refusion_train.convert.generate import generate_text
 
     options = {
@@ -327,9 +334,26 @@ def generate(
         "token_threshold": token_threshold, "correction": correction, "decoding": decoding,
     }  # fmt: skip
     generate_text(
-        str(folder), prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed,
+        str(folder), text, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed,
         stream=stream, **{name: value for name, value in options.items() if value is not None},
     )  # fmt: skip
+
+
+def _prompt(text: str | None, file: str | None) -> str:
+    """The text to continue, from the one of both options that is given."""
+    if (text is None) == (file is None):
+        raise ConfigError("give the text to continue by one of --prompt TEXT and --prompt-file FILE")
+    try:
+        if file is not None:
+            return (sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()).decode()
+        assert text is not None, "one of both is given"
+        text.encode()  # bytes of the command line that are not UTF-8 arrive as lone surrogates
+        return text
+    except OSError as error:
+        raise ConfigError(f"--prompt-file {file} cannot be read: {error.strerror}") from None
+    except UnicodeError:
+        where = "--prompt" if file is None else f"--prompt-file {file}"
+        raise ConfigError(f"the text of {where} is not UTF-8") from None
 
 
 @app.command()

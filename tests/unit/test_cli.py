@@ -32,6 +32,11 @@ def _lines(text: str) -> list[str]:
         (["plan", "qwen3-8b", "--world-size", "3"], "data.streams"),
         (["plan", "qwen3-8b", "--world-size", "8", "--suggest"], "--gpu-memory"),
         (["data", "shards", "x"], "--tokenizer"),
+        (["generate", "x"], "--prompt"),
+        (["generate", "x", "--prompt", "a", "--prompt-file", "b"], "--prompt"),
+        (["generate", "x", "--prompt", "\udc80"], "UTF-8"),
+        (["generate", "x", "--prompt-file", "no-such-file"], "no-such-file"),
+        (["generate", "x", "--prompt", "a", "--seed", "-1"], "--seed"),
         (["data", "tokenizer", "x", "--out", "y", "--vocab-size", "3"], "vocab"),
     ],
 )
