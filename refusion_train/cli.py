@@ -405,6 +405,8 @@ def run(argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None:  # a path of the user's: in the way, not readable
+            return _fail(f"{error.filename}: {error.strerror}", 1)
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # click's usage errors
             message = error.format_message()  # type: ignore[attr-defined]
             return _fail(message, error.exit_code) if message else 2  # type: ignore[attr-defined]

@@ -62,6 +62,7 @@ def load_folder(hf_dir: str, device: str | None = None) -> tuple[Any, Callable[[
     Raises DataError when it is not the folder of such a model.
     """
     import torch
+    from safetensors import SafetensorError
     from transformers.utils import logging
 
     from refusion_train.hf import modeling_refusion
@@ -78,7 +79,7 @@ def load_folder(hf_dir: str, device: str | None = None) -> tuple[Any, Callable[[
     logging.disable_progress_bar()
     try:
         model = classes[config["model_type"]].from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise DataError(f"the model in '{hf_dir}' cannot be loaded: {str(error).strip().splitlines()[0]}") from None
     # Processors without fast bfloat16 arithmetic are many; float32 holds the same weights.
     model = model.to(where) if where.type != "cpu" else model.float()

@@ -70,6 +70,15 @@ def test_missing_things_are_one_line(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_path_in_the_way_is_not_called_an_error_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert run(["demo", "--dir", "file"]) == 1
+    assert capsys.readouterr().err.strip() == "refusion: error: file: File exists"
+
+
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", "no-such-config", "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err

@@ -109,3 +109,5 @@ def test_folders_that_cannot_be_used(folder: str, tmp_path: Path) -> None:
     refused("bert", "qwen3")
     (tmp_path / "config.json").write_text((Path(folder) / "config.json").read_text())
     refused("cannot be loaded")
+    (tmp_path / "model.safetensors").write_bytes((Path(folder) / "model.safetensors").read_bytes()[:1000])
+    refused("cannot be loaded")
