@@ -172,6 +172,11 @@ def assemble(
             telemetry.say(f"going on from {checkpoint}")
         elif config.model.init_from is not None:
             telemetry.say(f"starting with the weights of {config.model.init_from}")
+        if groups.rank == 0 and config.train.warmup_steps >= config.train.steps:
+            logger.warning(
+                "train.warmup_steps=%d is not less than train.steps=%d: the rate never leaves its warm-up",
+                config.train.warmup_steps, config.train.steps,
+            )  # fmt: skip
         run = Run(config, groups, host_group, data, engine, loader, telemetry, writer, state, stop, state.step)
         try:
             yield run
