@@ -8,7 +8,9 @@ same number of steps, in an order that changes from round to round: without a sa
 a save that goes on beside the steps and is collected when it has ended, at the end at the latest. What a save adds is
 the wall time of a stretch with it less that of the stretch without; `blocks` is the part of it for which the loop
 stands still to take the snapshot. Stretches are made long enough (`--steps 0`) for a save to end within. The ratio is
-of medians over rounds; on a machine that does other work too, look at the best rounds.
+of medians over rounds. On a machine that does other work too, threads wait for a core that others have; what the
+kernel counts of that (schedstat) is taken off: of the training thread always, of the writing thread where the loop
+waits for it. With nothing else running it is next to nothing; `waits` shows how much it was.
 
 By default the steps compute on one thread, so that on two cores one is left to the writer, as processors are on a
 machine whose GPUs do the computing; `--threads 2` shows the worst case, where both want the same cores.
@@ -22,9 +24,11 @@ import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 warnings.filterwarnings("ignore")
@@ -33,7 +37,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from refusion_train.checkpoint import layout  # noqa: E402
+from refusion_train.checkpoint import layout, store  # noqa: E402
 from refusion_train.checkpoint.writer import Writer  # noqa: E402
 from refusion_train.config import Config, ModelConfig, validate  # noqa: E402
 from refusion_train.model.batch import to_device  # noqa: E402
@@ -47,6 +51,12 @@ from refusion_train.train.step import kind_scales  # noqa: E402
 LENGTH, WANTED = 256, 0.15
 KINDS = ("none", "waited", "beside")
 MASK_ID, PAD_ID, FIRST_ID = 4, 0, 5
+
+
+def core_wait() -> float:
+    """Seconds for which this thread could have run but had no core (Linux)."""
+    text = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text()
+    return int(text.split()[1]) / 1e9
 
 
 class Loop:
@@ -72,6 +82,21 @@ class Loop:
         self.writer = Writer(folder, keep=1, group=group)
         self.steps_done = 0
         self._random = np.random.default_rng(1)
+        self._written_waits: list[float] = []
+        self._watch_writer()
+
+    def _watch_writer(self) -> None:
+        """Note how long the writing thread of each save has waited for a core."""
+        write = store.save
+
+        def watched(*arguments: Any) -> Path:
+            waited = core_wait()
+            try:
+                return write(*arguments)
+            finally:
+                self._written_waits.append(core_wait() - waited)
+
+        store.save = watched
 
     @property
     def bytes(self) -> int:
@@ -96,7 +121,8 @@ class Loop:
     def stretch(self, steps: int, save: str) -> dict[str, float]:
         """Seconds: `total`; until the save was begun, `blocks`; until it had ended. save: one of KINDS."""
         os.sync()  # what earlier stretches have left to the system
-        began = time.perf_counter()
+        began, waited = time.perf_counter(), core_wait()
+        self._written_waits.clear()
         blocks, ended = 0.0, 0.0
         if save != "none":
             self.writer.save(self.steps_done, layout.tensors_to_save(self.engine), None, lambda _: {})
@@ -112,7 +138,8 @@ class Loop:
         if self.writer.step is not None:
             self.writer.collect()
             ended = time.perf_counter() - began
-        return {"total": time.perf_counter() - began, "blocks": blocks, "ended": ended}
+        waits = core_wait() - waited + (sum(self._written_waits) if save == "waited" else 0.0)
+        return {"total": time.perf_counter() - began - waits, "blocks": blocks, "ended": ended, "waits": waits}
 
 
 def measure(loop: Loop, rounds: int, steps: int) -> list[dict[str, dict[str, float]]]:
@@ -122,9 +149,8 @@ def measure(loop: Loop, rounds: int, steps: int) -> list[dict[str, dict[str, flo
         order = KINDS[number % 3 :] + KINDS[: number % 3]
         times = {kind: loop.stretch(steps, kind) for kind in order}
         results.append(times)
-        print("  round {}: without {:.2f} s, waited for {:.2f} s, beside {:.2f} s".format(
-            number + 1, *(times[kind]["total"] for kind in KINDS)
-        ), flush=True)  # fmt: skip
+        shown = ", ".join(f"{kind} {times[kind]['total']:.2f} s (waits {times[kind]['waits']:.2f})" for kind in KINDS)
+        print(f"  round {number + 1}: {shown}", flush=True)
     return results
 
 
