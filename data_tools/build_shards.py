@@ -38,7 +38,7 @@ from data_tools.encode import (
     start_worker,
 )
 from data_tools.journal import JOURNAL, Journal, has_checkpoint, hash_of
-from data_tools.output import recover, resumable_folder
+from data_tools.output import clean, recover, resumable_folder
 from data_tools.progress import CorpusProgress
 from data_tools.report import PROBLEMS_FILE, BuildReport, ProblemLog
 from data_tools.sinks import TRAIN, VALIDATION, DatasetSink, Sink, Spool
@@ -118,8 +118,9 @@ def build_shards(
     recover(out)
     if not overwrite and not fresh and (done := _finished(Path(out), job)):
         report.datasets, report.already = done, True
+        clean(out, [JOURNAL])
         return report
-    with resumable_folder(out, overwrite, _is_build, lambda f: not fresh and has_checkpoint(f), [JOURNAL]) as folder:
+    with resumable_folder(out, overwrite, is_build, lambda f: not fresh and has_checkpoint(f), [JOURNAL]) as folder:
         fresh = False  # what this run writes may be continued
         build = _Build(folder, job, report, files, recipe, loaded, list(map(str, inputs)), infix, shuffle, strict)
         build.run(workers, shard_bytes, block_tokens, progress, checkpoint_seconds)
@@ -379,7 +380,7 @@ def _read_template(path: str | None) -> str | None:
         raise ConfigError(f"chat_template={path} cannot be read: {error}") from None
 
 
-def _is_build(folder: Path) -> bool:
+def is_build(folder: Path) -> bool:
     """Whether a folder holds datasets and nothing else, so that it may be replaced."""
     known = {TRAIN, VALIDATION, PROBLEMS_FILE, JOURNAL, ".lock"}
     return bool(datasets_in(folder)) and {path.name for path in folder.iterdir()} <= known

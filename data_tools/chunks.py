@@ -120,6 +120,7 @@ class _Input:
         self._hash = hashlib.sha256() if file.path == STDIN else None
         self._start = start
         self._stream: Stream = decompressed(raw, file.compression)
+        self.tail = b""  # of what was read last
 
     def skip(self) -> None:
         """Go to the start's offset. Raises Damage if it cannot be reached, DataError for another standard input."""
@@ -136,7 +137,9 @@ class _Input:
             )
 
     def read(self, size: int, /) -> bytes:
-        return self._seen(self._stream.read(size))
+        data = self._seen(self._stream.read(size))
+        self.tail = (self.tail + data[-tarfile.BLOCKSIZE :])[-tarfile.BLOCKSIZE :]
+        return data
 
     def readline(self, size: int) -> bytes:
         """The rest of a line, at most `size` bytes of it; of standard input only."""
@@ -331,6 +334,9 @@ def _tar(source: _Input) -> _Found:
                         yield found, place, source.position()
                 source.line += 1
                 tar.members = []  # type: ignore[attr-defined] - they would pile up
+        # The library takes an end in the middle of a header for the end of the archive.
+        if not source.read(1) and source.tail[-tarfile.BLOCKSIZE :] != bytes(tarfile.BLOCKSIZE):
+            raise Damage("it ends without an end mark")
     except (Damage, tarfile.TarError) as error:
         yield source.broken(f"the tar is damaged from here on ({error})"), source.end(), source.position()
 

@@ -76,13 +76,18 @@ def resumable_folder(
                 if not can_go_on(partial):
                     shutil.rmtree(partial, ignore_errors=True)
                 raise
-            for name in leftovers:
-                shutil.rmtree(target / name, ignore_errors=True)
-            (target / _LOCK).unlink(missing_ok=True)
+            clean(target, leftovers)
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         kept = f"; what was done is kept in '{partial}'" if partial.exists() else "; nothing was changed there"
         raise DataError(f"cannot write '{target}': {error.strerror or error}{kept}") from None
+
+
+def clean(out: str | os.PathLike[str], leftovers: Sequence[str]) -> None:
+    """Remove from a complete folder what only its making needed."""
+    for name in leftovers:
+        shutil.rmtree(Path(out) / name, ignore_errors=True)
+    (Path(out) / _LOCK).unlink(missing_ok=True)
 
 
 def recover(out: str | os.PathLike[str]) -> None:

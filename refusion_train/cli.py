@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Optional
 import typer
 
 from refusion_train import __version__
+from refusion_train.cli_data import data_app
 from refusion_train.errors import ConfigError, RefusionError
 
 app = typer.Typer(
@@ -25,9 +26,6 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-)
-data_app = typer.Typer(
-    help="Corpora to tokenizers and shards, and looking at them.", no_args_is_help=True, add_completion=False
 )
 app.add_typer(data_app, name="data")
 
@@ -39,12 +37,6 @@ Overrides = Annotated[
 ]
 ConfigPath = Annotated[
     str, typer.Argument(help="A YAML file, or the name of a shipped one (demo).", metavar="CONFIG", show_default=False)
-]
-Inputs = Annotated[
-    list[str],
-    typer.Argument(
-        help="Files, folders or globs of .txt, .jsonl, .jsonl.gz, .jsonl.zst.", metavar="INPUT...", show_default=False
-    ),
 ]
 
 
@@ -62,84 +54,6 @@ def _options(
     ] = False,
 ) -> None:
     """Options of the command as a whole; `run` has taken --debug out of the words by now."""
-
-
-# ------------------------------------------------------------------------------------------------------------ data
-
-
-@data_app.command("tokenizer")
-def data_tokenizer(
-    inputs: Inputs,
-    out: Annotated[Path, typer.Option(help="Folder to write the tokenizer to.")],
-    vocab_size: Annotated[int, typer.Option(help="Number of pieces, special ones included.", min=270)] = 32000,
-    model_type: Annotated[Literal["bpe", "unigram"], typer.Option(help="bpe, or unigram (slower).")] = "bpe",
-    text_field: Annotated[str, typer.Option(help="Field of JSON lines that holds the text.")] = "text",
-    overwrite: Annotated[bool, typer.Option(help="Replace an existing folder.")] = False,
-) -> None:
-    """Train a SentencePiece tokenizer with byte fallback, begin, end and mask tokens.
-
-    Example: refusion data tokenizer corpus/*.jsonl.zst --vocab-size 32000 --out tokenizer
-    """
-    from data_tools.train_tokenizer import train_tokenizer
-
-    report = train_tokenizer(
-        inputs, str(out), vocab_size=vocab_size, model_type=model_type, text_field=text_field, overwrite=overwrite
-    )
-    typer.echo(report.summary())
-
-
-@data_app.command("shards")
-def data_shards(
-    inputs: Inputs,
-    tokenizer: Annotated[Path, typer.Option(help="Folder of the tokenizer.")],
-    out: Annotated[Path, typer.Option(help="Folder to write the shards to.")],
-    val_fraction: Annotated[float, typer.Option(help="Share of documents held out.", min=0.0, max=0.9)] = 0.0,
-    text_field: Annotated[str, typer.Option(help="Field of JSON lines that holds the text.")] = "text",
-    shard_size: Annotated[int, typer.Option(help="Size of a shard in MiB.", min=1)] = 256,
-    workers: Annotated[Optional[int], typer.Option(help="Encoder threads; default: all cores.", min=1)] = None,  # noqa: UP045
-    strict: Annotated[bool, typer.Option(help="Stop at the first broken line.")] = False,
-    overwrite: Annotated[bool, typer.Option(help="Replace an existing folder.")] = False,
-) -> None:
-    """Tokenize documents into WebDataset shards with an index.
-
-    Example: refusion data shards corpus/ --tokenizer tokenizer --out shards --val-fraction 0.01
-    """
-    from data_tools.build_shards import build_shards
-
-    report = build_shards(
-        inputs, str(tokenizer), str(out), workers=workers, val_fraction=val_fraction, text_field=text_field,
-        shard_bytes=shard_size << 20, strict=strict, overwrite=overwrite,
-    )  # fmt: skip
-    typer.echo(report.summary())
-
-
-@data_app.command("verify")
-def data_verify(path: Annotated[Path, typer.Argument(help="Folder of shards.", show_default=False)]) -> None:
-    """Check checksums, counts and token ids of every shard.
-
-    Example: refusion data verify shards/train
-    """
-    from data_tools.inspect import verify
-
-    for report in verify(str(path)):
-        typer.echo(report.summary())
-
-
-@data_app.command("show")
-def data_show(
-    path: Annotated[Path, typer.Argument(help="Folder of shards.", show_default=False)],
-    config: Annotated[Optional[str], typer.Option(help="Show packed and corrupted rows of this run.")] = None,  # noqa: UP045
-    count: Annotated[int, typer.Option("-n", "--count", help="Documents or rows to show.", min=1)] = 3,
-) -> None:
-    """Show decoded documents; with --config packed and corrupted rows in colour.
-
-    Examples: refusion data show shards/train -n 5
-              refusion data show shards/train --config demo -n 1
-    """
-    from data_tools.inspect import show
-    from refusion_train.config import load
-
-    show(str(path), load(config) if config else None, count)
 
 
 # -------------------------------------------------------------------------------------------------------- training

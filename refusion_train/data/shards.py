@@ -110,6 +110,21 @@ class ShardSet:
         np.cumsum(lengths, out=offsets[1:])
         return Block(tokens, offsets, prompts, int(self.first_documents[i]), shard.name, info.key)
 
+    def lengths(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Lengths and prompt lengths of the documents of block `i`, int32, without touching its tokens.
+
+        Raises DataError as `block` does, but for tokens that have changed.
+        """
+        number, info = self._blocks[i]
+        shard = self.index.shards[number]
+        self._check_size(shard)
+        mapped = self._map(number, shard)
+        lengths = self._array(mapped, info.lengths_offset, info.documents, np.dtype("<i4"), shard, info)
+        prompts = self._array(mapped, info.prompts_offset, info.documents, np.dtype("<i4"), shard, info)
+        if crc32(lengths, prompts) != info.documents_crc32:
+            raise self._damage(shard, info, "document lengths")
+        return lengths, prompts
+
     def locate(self, document: int) -> tuple[int, int]:
         """Block of a document and its place in that block; `document` is its number in the dataset."""
         if not 0 <= document < self.index.documents:
@@ -160,7 +175,10 @@ class ShardSet:
             what = "document lengths (which do not fit its tokens)"
         else:
             return
-        raise DataError(
+        raise self._damage(shard, info, what)
+
+    def _damage(self, shard: ShardInfo, info: BlockInfo, what: str) -> DataError:
+        return DataError(
             f"{self.path}: shard {shard.name}, block {info.key}: the {what} are not those that were written "
             "(checksum); restore the shard or build the dataset again"
         )

@@ -35,6 +35,7 @@ LAYERS = {
     "refusion_train.train": 8,
     "launchers": 9,
     "refusion_train.cli": 10,
+    "refusion_train.cli_data": 10,
 }
 # Folder or module: what it must never import, at any depth of its own code.
 FORBIDDEN = {
