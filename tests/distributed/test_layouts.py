@@ -20,31 +20,34 @@ from refusion_train.parallel.reduce import PartialGradients
 
 pytestmark = pytest.mark.matrix
 
-TWO = ["tp2", "tp2 sp", "pp2", "pp2 vp2", "tp2 zero3", "tp2 sp zero2"]
+# Of each, tied and untied.
+LAYOUTS = [
+    "tp2", "tp2 sp", "pp2", "pp2 vp2", "pp4", "tp2 pp2",
+    *(f"{words} zero{stage}" for words in ("tp2 dp2", "pp2 dp2") for stage in (1, 2)), "tp2 dp2 zero3",
+    "tp2 pp2 dp2 zero1 rows1", "tp2 pp2 dp2 zero2 rows1",
+]  # fmt: skip
+# Everything at once, uneven stages, recomputation; `rows4` is two micro-batches per step instead of four.
 MORE = [
-    "pp4", "tp2 pp2", "tp2 sp pp2 vp2",
-    *(f"{words} zero{stage}" for words in ("tp2 dp2", "pp2 dp2") for stage in (1, 2)),
-    "tp2 dp2 zero3", "tp2 sp dp2 zero3",
-    "tp2 pp2 dp2 zero1 rows1", "tp2 pp2 dp2 zero2 rows1", "tp2 sp pp2 vp2 dp2 zero2 rows1",
-]  # fmt: skip
-UNEVEN = ["pp2 first3 last1", "pp2 last3", "pp2 vp2 layers6 first4", "pp2 vp2 layers6 first2 last4",
-          "pp4 layers6 first1 last1", "tp2 pp2 last1"]  # fmt: skip
-RECOMPUTED = [
-    *(f"{words} {mode}" for words in ("tp2 sp", "pp2 vp2") for mode in ("selective", "full")),
-    "pp2 first3 full", "tp2 pp2 selective", "tp2 dp2 zero3 full", "pp2 dp2 zero2 full",
+    "tp2 zero3 rows4", "tp2 sp zero2 rows4 untied", "tp2 sp dp2 zero3", "tp2 sp pp2 vp2 rows4",
+    "tp2 sp pp2 vp2 dp2 zero2 rows1 untied",
+    "pp2 first3 last1", "pp2 last3 untied", "pp2 vp2 layers6 first4", "pp2 vp2 layers6 first2 last4 untied",
+    "pp4 layers6 first1 last1", "tp2 pp2 last1 rows4 untied",
+    "tp2 sp selective rows4", "tp2 sp full rows4 untied", "pp2 vp2 selective untied", "pp2 vp2 full",
+    "pp2 first3 full", "tp2 pp2 selective rows4", "tp2 dp2 zero3 full untied", "pp2 dp2 zero2 full",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("words", [*TWO, *MORE, *UNEVEN, *RECOMPUTED])
-def test_every_layout_agrees_with_plain_torch(words: str, tied: bool) -> None:
-    layout = layout_of(words) | {"model__tie_embeddings": tied}
+@pytest.mark.parametrize("words", [*(f"{words}{end}" for words in LAYOUTS for end in ("", " untied")), *MORE])
+def test_every_layout_agrees_with_plain_torch(words: str) -> None:
+    layout = layout_of(words)
     curve, weights = distance(run(train, processes_of(words), tiny_config(**layout)), layout)
     assert curve < 1e-5, "losses or gradient norms differ"
     assert weights < 1e-4, "final weights differ"
 
 
-@pytest.mark.parametrize("words", ["tp2 pp2", "pp2 vp2", "tp2 sp dp2 zero2", "tp2 dp2 zero3", "pp2 first1 dp2 zero2"])
+@pytest.mark.parametrize(
+    "words", ["tp2 pp2 rows4", "pp2 vp2", "tp2 sp dp2 zero2", "tp2 dp2 zero3", "pp2 first1 dp2 zero2"]
+)
 def test_bf16_follows_the_float32_curve(words: str) -> None:
     results = run(train, processes_of(words), tiny_config(**layout_of(words), train__precision="bf16"))
     assert all(np.array_equal(result.curve, results[0].curve) for result in results), "ranks disagree"
@@ -66,7 +69,7 @@ def _train_without_sums_of_norms(config: Any) -> Curve:
     return train(config)
 
 
-@pytest.mark.parametrize("words", ["tp2", "tp2 sp", "tp2 zero3", "tp2 pp2"])
+@pytest.mark.parametrize("words", ["tp2 sp", "tp2 pp2", "tp2 zero3 rows4"])
 def test_without_the_sum_of_qk_norm_gradients_the_matrix_fails(words: str) -> None:
     results = run(_train_without_sums_of_norms, processes_of(words), tiny_config(**layout_of(words)))
     curve, weights = distance(results, layout_of(words))
@@ -76,35 +79,41 @@ def test_without_the_sum_of_qk_norm_gradients_the_matrix_fails(words: str) -> No
 # --------------------------------------------------------------------------------------------------- initial weights
 
 
-def _initial(config: Any) -> dict[str, list[tuple[tuple[int, ...], tuple[slice, ...], torch.Tensor]]]:
-    """Shape, place and values of every part of a logical tensor on this rank."""
-    groups = init_groups(config)
-    parts: dict[str, list[Any]] = {}
-    for chunk in build_model_chunks(config, groups, bidirectional=False):
-        parameters = dict(chunk.named_parameters())
-        for name, pieces in chunk.pieces().items():
-            for piece in pieces:
-                values = piece.take(parameters[name].detach()).clone()
-                parts.setdefault(piece.name, []).append((piece.shape, piece.slices, values))
+Parts = dict[str, list[tuple[tuple[int, ...], tuple[slice, ...], torch.Tensor]]]
+
+
+def _initial(configs: list[Any]) -> list[Parts]:
+    """Shape, place and values of every part of a logical tensor on this rank, of models on the same layout."""
+    groups, found = init_groups(configs[0]), []
+    for config in configs:
+        parts: Parts = {}
+        for chunk in build_model_chunks(config, groups, bidirectional=False):
+            parameters = dict(chunk.named_parameters())
+            for name, pieces in chunk.pieces().items():
+                for piece in pieces:
+                    values = piece.take(parameters[name].detach()).clone()
+                    parts.setdefault(piece.name, []).append((piece.shape, piece.slices, values))
+        found.append(parts)
     destroy()
-    return parts
+    return found
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_initial_weights_are_the_same_bits_in_everylayout_of(precision: str) -> None:
-    for tied in (True, False):
-        model = {"model__tie_embeddings": tied, "model__num_layers": 8, "train__precision": precision}
-        (whole,) = run(_initial, 1, tiny_config(**model))
-        for words in ("tp2 sp", "pp4", "pp2 vp2", "tp2 pp2", "pp4 first1 last1", "pp2 vp2 first2"):
-            ranks = run(_initial, processes_of(words), tiny_config(**model, **layout_of(words)))
-            seen = {name: torch.zeros(parts[0][0], dtype=torch.bool) for name, parts in whole.items()}
-            for rank in ranks:
-                for name, parts in rank.items():
-                    for _, slices, values in parts:
-                        assert torch.equal(values, whole[name][0][2][slices]), f"{words}: {name}"
-                        seen[name][slices] = True
+def test_initial_weights_are_the_same_bits_in_every_layout() -> None:
+    models = [
+        {"model__tie_embeddings": tied, "model__num_layers": 8, "train__precision": precision}
+        for tied in (True, False)
+        for precision in ("fp32", "bf16")
+    ]
+    (whole,) = run(_initial, 1, [tiny_config(**model) for model in models])
+    for words in ("tp2 sp", "pp4", "pp2 vp2", "tp2 pp2", "pp4 first1 last1", "pp2 vp2 first2"):
+        ranks = run(_initial, processes_of(words), [tiny_config(**model, **layout_of(words)) for model in models])
+        for number, expected in enumerate(whole):
+            seen = {name: torch.zeros(parts[0][0], dtype=torch.bool) for name, parts in expected.items()}
+            for name, parts in (item for rank in ranks for item in rank[number].items()):
+                for _, slices, values in parts:
+                    assert torch.equal(values, expected[name][0][2][slices]), f"{words}: {name}"
+                    seen[name][slices] = True
             assert all(found.all() for found in seen.values()), f"{words}: parts are missing"
-            assert set(seen) == set(whole)
 
 
 def test_assembling_sees_what_is_missing() -> None:

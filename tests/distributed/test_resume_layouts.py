@@ -78,7 +78,7 @@ def _state(engine: Any) -> State:
     return state
 
 
-@pytest.mark.parametrize("words", ["dp2 zero1", "dp2 zero2", "dp2 zero3", "pp2 vp2", "tp2 pp2"])
+@pytest.mark.parametrize("words", ["dp2 zero1", "dp2 zero2", "dp2 zero3", "tp2 pp2"])
 def test_the_same_layout_restores_the_same_bits_in_bf16(words: str, tmp_path: Path):
     config, count = tiny_config(train__precision="bf16", **layout_of(words)), processes_of(words)
     saved, restored = run(_save, count, config, str(tmp_path)), run(_restore, count, config, str(tmp_path))

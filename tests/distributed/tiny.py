@@ -63,6 +63,8 @@ def layout_of(words: str) -> Layout:
             changes[keys[name]] = int(word[len(name) :])
         elif name in ("selective", "full"):
             changes["train__recompute"] = word
+        elif name == "untied":
+            changes["model__tie_embeddings"] = False
         else:
             assert name in ("sp", "dp"), f"'{word}' is no part of a layout"
             changes |= {"parallel__sequence": True} if name == "sp" else {}
