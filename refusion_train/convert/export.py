@@ -29,7 +29,7 @@ from refusion_train.convert.importer import IMPORTED, TOKENIZER
 from refusion_train.convert.names import EMBEDDING, HEAD, logical_shapes
 from refusion_train.convert.safetensors_stream import Read, Shape, sync_all, write_model
 from refusion_train.convert.tokenizer import write_tokenizer
-from refusion_train.convert.tokenizer_files import TEMPLATE, copy_files
+from refusion_train.convert.tokenizer_files import TEMPLATE, copy_files, declare_mask, inspect
 from refusion_train.data.tokenizer import META_FILE, Tokenizer
 from refusion_train.errors import CheckpointError, ConfigError, DataError
 
@@ -37,7 +37,7 @@ DTYPES = {
     "float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
     "float16": torch.float16, "fp16": torch.float16,
 }  # fmt: skip
-_CODE = ("modeling_refusion.py", "decoding.py", "runner.py", "cache.py")
+_CODE = ("modeling_refusion.py", "decoding.py", "runner.py", "cache.py", "likelihood.py", "corruption.py")
 _SHARD_BYTES = 5 * 10**9
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -144,6 +144,8 @@ def model_config(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
             "objective": objective.name,
             "mask_token_id": checkpoint.special_ids.get("mask", -1),
             "slot_sizes": objective.slot_sizes if objective.name == "slots" else [],
+            "slot_weights": objective.slot_weights if objective.name == "slots" else None,
+            "eps": objective.eps,
             "cross_slot_targets": objective.name == "slots" and objective.cross_slot_targets,
             "step": state.get("step"),
             "tokens": state.get("tokens"),
@@ -199,17 +201,23 @@ def _find_tokenizer(checkpoint: Checkpoint, given: str | None) -> Path | None:
 
 
 def _write_tokenizer(folder: Path | None, target: Path, longest: int) -> None:
-    """SentencePiece as `tokenizers` files, others as they are; chat template included."""
+    """Ours as `tokenizers` files; those of others as they are, with the mask token in them; chat template included."""
     if folder is None:
         return
     own = Tokenizer.load(folder) if (folder / META_FILE).is_file() else None
-    if own is None or own.kind != "sentencepiece":
-        if not copy_files(folder, target):
-            raise DataError(f"'{folder}' holds no tokenizer; give its folder (--tokenizer)")
+    if own is not None and own.meta.get("model_type"):  # trained by us: the other files follow from it
+        write_tokenizer(own, target, longest)
+        if (folder / TEMPLATE).is_file():
+            shutil.copyfile(folder / TEMPLATE, target / TEMPLATE)
         return
-    write_tokenizer(own, target, longest)
-    if (folder / TEMPLATE).is_file():
-        shutil.copyfile(folder / TEMPLATE, target / TEMPLATE)
+    # A Hugging Face tokenizer gets the mask token, so it is no longer the one that our own file describes.
+    changed = own is not None and own.kind == "huggingface"
+    if not copy_files(folder, target, without=(META_FILE,) if changed else ()):
+        raise DataError(f"'{folder}' holds no tokenizer; give its folder (--tokenizer)")
+    if changed:
+        known = inspect(target)
+        assert own is not None and known is not None, "the tokenizer was copied"
+        declare_mask(target, known, own.special_pieces["mask"])
 
 
 # ----------------------------------------------------------------------------------------------------------- weights

@@ -25,7 +25,7 @@ from refusion_train.config import Config, ModelConfig, ObjectiveConfig
 from refusion_train.convert.initial import LogicalWeights, make_rows, with_vocabulary
 from refusion_train.convert.safetensors_stream import blocks
 from refusion_train.convert.source import Source
-from refusion_train.convert.tokenizer_files import Known, add_mask, check_vocabulary, copy_files, inspect
+from refusion_train.convert.tokenizer_files import Known, check_vocabulary, copy_files, declare_mask, inspect
 from refusion_train.data.tokenizer import META_FILE, Tokenizer
 from refusion_train.errors import ConfigError, DataError
 
@@ -100,7 +100,7 @@ def import_folder(
 
 def _mask(folder: Path, known: Known, text: str, trained: int | None, config: dict[str, Any]) -> tuple[int, int | None]:
     """Id of the mask token, and the same if its row is to be made: a mask token that was trained with stays."""
-    mask_id, _ = add_mask(folder, known, text)
+    mask_id = declare_mask(folder, known, text)
     for name in ("bos", "eos", "pad"):
         ids = config.get(f"{name}_token_id")
         if mask_id in (ids if isinstance(ids, list) else [ids]) and mask_id != trained:
@@ -145,6 +145,7 @@ def _state(source: Source, model: ModelConfig, mask_id: int | None, target: Path
     objective = ObjectiveConfig(name=trained.get("objective", "ar"))
     if objective.name == "slots":
         objective.slot_sizes = list(trained.get("slot_sizes") or objective.slot_sizes)
+        objective.slot_weights, objective.eps = trained.get("slot_weights"), trained.get("eps", objective.eps)
         objective.cross_slot_targets = bool(trained.get("cross_slot_targets", False))
     special = {
         name: source.config[f"{name}_token_id"] for name in ("bos", "eos", "pad")

@@ -79,11 +79,10 @@ def check_vocabulary(known: Known | None, rows: int, folder: Path) -> None:
         )
 
 
-def add_mask(folder: Path, known: Known, text: str) -> tuple[int, bool]:
+def declare_mask(folder: Path, known: Known, text: str) -> int:
     """Declare `text` as the mask token of the tokenizer in `folder`, adding it behind all others if it is not there.
 
-    Returns its id and whether it is new. Raises ConfigError if the text is an ordinary token, or if these files
-    cannot take another one.
+    Returns its id. Raises ConfigError if the text is an ordinary token, or if these files cannot take another one.
     """
     if text not in known.text and not (folder / JSON).is_file():
         raise ConfigError(f"--mask-token: the tokenizer in '{folder}' has no {JSON} to which a token could be added")
@@ -103,12 +102,15 @@ def add_mask(folder: Path, known: Known, text: str) -> tuple[int, bool]:
         described = {"content": text, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
         config["added_tokens_decoder"] = {**config["added_tokens_decoder"], str(index): {**described, "special": True}}
     (folder / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
-    return index, new
+    found = _inspect_json(folder).text.get(text) if new else index
+    if found != index:
+        raise ConfigError(f"--mask-token: {folder / JSON} has unused ids before {found}; add the token there yourself")
+    return index
 
 
-def copy_files(source: Path, target: Path) -> list[str]:
+def copy_files(source: Path, target: Path, without: tuple[str, ...] = ()) -> list[str]:
     """Copy whatever tokenizer files are in `source`; returns their names."""
-    names = [name for name in FILES if (source / name).is_file()]
+    names = [name for name in FILES if (source / name).is_file() and name not in without]
     for name in names:
         shutil.copyfile(source / name, target / name)
     return names

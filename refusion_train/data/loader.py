@@ -17,6 +17,7 @@ from refusion_train.data.packing import Pieces, RowPacker, Span, Tape, cut, hash
 from refusion_train.data.prefetch import Prefetcher
 from refusion_train.data.streams import Cursor, DataOrder, Stream, merge_cursors
 from refusion_train.errors import DataError
+from refusion_train.hf.corruption import noise_level
 
 if TYPE_CHECKING:
     from refusion_train.config import Config
@@ -184,8 +185,7 @@ def stratified_noise(number: int, passes: int) -> Callable[[np.ndarray], np.ndar
     Within this stratum the documents (int64 [n], numbers in the dataset) spread evenly (multiples of the golden ratio),
     so that a mean over all passes and documents is a quadrature over all noise levels, and always the same one.
     """
-    golden = (5**0.5 - 1) / 2
-    return lambda documents: (number + (documents + 0.5) * golden % 1.0) / passes
+    return lambda documents: noise_level(number, documents, passes)
 
 
 class ValidationLoader:

@@ -18,11 +18,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    LlamaForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.utils.generic import ModelOutput
 
 from .cache import KeyValueCache  # noqa: F401 - transformers before 5 copies only what this file imports itself
+from .corruption import Masking
 from .decoding import Settings
+from .likelihood import Likelihood, likelihood
 from .runner import Decoded, Update, decode
 
 # What each objective's models can be decoded with; the first is the default.
@@ -32,11 +41,26 @@ _OPTIONS = tuple(f.name for f in dataclasses.fields(Settings) if f.name not in (
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_cache": (True, None),
     "num_beams": (1, None),
+    "num_return_sequences": (1, None),
     "return_dict": (True, None),
     "top_k": (0, None),
     "repetition_penalty": (1.0, None),
+    "length_penalty": (1.0, None),
+    "early_stopping": (False, None),
+    "no_repeat_ngram_size": (0, None),
+    "min_length": (0, None),
+    "min_new_tokens": (0, None),
+    "output_scores": (False, None),
+    "output_logits": (False, None),
+    "output_attentions": (False, None),
+    "output_hidden_states": (False, None),
+    "synced_gpus": (False, None),
     "logits_processor": (None,),
-    "stopping_criteria": (None,),
+    "assistant_model": (None,),
+    "prefix_allowed_tokens_fn": (None,),
+    "negative_prompt_ids": (None,),
+    "negative_prompt_attention_mask": (None,),
+    "bos_token_id": (None,),
 }
 
 
@@ -92,6 +116,9 @@ class SlotGeneration:
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         streamer: Any = None,
+        stopping_criteria: Any = None,
+        tokenizer: Any = None,
+        stop_strings: str | list[str] | None = None,
         on_update: Callable[[Update], None] | None = None,
         return_dict_in_generate: bool | None = None,
         **options: Any,
@@ -103,7 +130,9 @@ class SlotGeneration:
         correction, exact_kv, first_from_ar, temperature, top_p, seed, steps) and, as in transformers, max_length,
         do_sample, eos_token_id, pad_token_id. What is not given is taken from the generation configuration.
         streamer: put/end as in transformers, fed with the tokens that stand without a gap behind the prompt (batch of
-        one). on_update: called after every forward with an `Update`, the partly filled response.
+        one). stopping_criteria, stop_strings (these need `tokenizer`): as in transformers; they are asked for every
+        prefix of the responses, and these are cut there. on_update: called after every forward with an `Update`, the
+        partly filled response.
         Raises ValueError for an unknown option or a value that cannot work.
         """
         ids = input_ids if input_ids is not None else inputs
@@ -111,6 +140,8 @@ class SlotGeneration:
             raise ValueError("generate needs input_ids of shape [batch, tokens]")
         if streamer is not None and len(ids) != 1:
             raise ValueError(f"a streamer shows one sequence, and the batch has {len(ids)}")
+        if streamer is not None and (stopping_criteria or stop_strings):
+            raise ValueError("a streamer shows tokens before stopping_criteria are asked; leave one of them out")
         defaults = generation_config if generation_config is not None else self.generation_config  # type: ignore[attr-defined]
         settings, pad_id = _resolve(self.config, defaults, ids.shape[1], options)  # type: ignore[attr-defined]
         prompts = _prompts(ids, attention_mask)
@@ -119,6 +150,9 @@ class SlotGeneration:
             streamer.put(ids.cpu())
         began = time.perf_counter()
         decoded = [decode(self, prompt, settings, row, watch) for row, prompt in enumerate(prompts)]
+        criteria = _criteria(stopping_criteria, stop_strings, tokenizer)
+        if criteria is not None:
+            _cut(decoded, ids, criteria, pad_id)
         self.last_stats = _stats(decoded, time.perf_counter() - began)
         if streamer is not None:
             _finish_stream(streamer, watch, decoded[0])
@@ -129,6 +163,32 @@ class SlotGeneration:
         if wants_dict is None:
             wants_dict = bool(getattr(defaults, "return_dict_in_generate", False))
         return _output(sequences, decoded) if wants_dict else sequences
+
+    def likelihood(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        prompt_length: int | list[int] = 0,
+        documents: list[int] | None = None,
+    ) -> list[Likelihood]:
+        """How likely each row of `input_ids` [batch, tokens] is: left to right, NELBO and in-slot AR, in nats.
+
+        attention_mask: 0 at padding. prompt_length: tokens of each row (padding not counted) that are given; the begin
+        token is one. documents: numbers that decide the noise of each row; default: 0, 1, ...
+        The numbers are those of `refusion evaluate` (see likelihood.py); they do not depend on neighbours.
+        """
+        trained = _trained(self.config)  # type: ignore[attr-defined]
+        weights = trained.get("slot_weights")
+        masking = Masking(
+            trained["objective"], trained["mask_token_id"], tuple(trained.get("slot_sizes") or ()),
+            None if weights is None else tuple(weights), trained.get("eps", 1e-3),
+        )  # fmt: skip
+        rows = _prompts(input_ids, attention_mask)
+        given = [prompt_length] * len(rows) if isinstance(prompt_length, int) else prompt_length
+        numbers = list(range(len(rows))) if documents is None else documents
+        if len(given) != len(rows) or len(numbers) != len(rows):
+            raise ValueError(f"prompt_length and documents need one number for each of the {len(rows)} rows")
+        return [likelihood(self, *row) for row in zip(rows, given, [masking] * len(rows), numbers, strict=True)]
 
 
 class ReFusionQwen3ForCausalLM(SlotGeneration, Qwen3ForCausalLM):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -261,6 +321,31 @@ class _Watcher:
             while self.shown < stop and update.decided[self.shown]:
                 self.streamer.put(torch.tensor([update.tokens[self.shown]]))
                 self.shown += 1
+
+
+def _criteria(given: Any, stop_strings: str | list[str] | None, tokenizer: Any) -> StoppingCriteriaList | None:
+    """All criteria to stop as one; None if there are none."""
+    criteria = StoppingCriteriaList(given or [])
+    if stop_strings is not None:
+        if tokenizer is None:
+            raise ValueError("stop_strings needs the tokenizer: generate(..., tokenizer=tokenizer)")
+        criteria.append(StopStringCriteria(tokenizer, stop_strings))
+    return criteria if len(criteria) else None
+
+
+def _cut(decoded: list[Decoded], ids: Tensor, criteria: StoppingCriteriaList, pad_id: int) -> None:
+    """Shorten the responses as if they had been made token by token and the criteria asked after each."""
+    longest = max(len(one.tokens) for one in decoded)
+    padded = [one.tokens + [pad_id] * (longest - len(one.tokens)) for one in decoded]
+    whole = torch.cat([ids, torch.tensor(padded, dtype=ids.dtype, device=ids.device)], dim=1)
+    going = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+    for length in range(1, longest + 1):
+        stops = torch.as_tensor(criteria(whole[:, : ids.shape[1] + length], None), device=ids.device)  # type: ignore[arg-type]
+        for row in (going & stops).nonzero()[:, 0].tolist():
+            decoded[row].tokens = decoded[row].tokens[:length]
+        going &= ~stops
+        if not going.any():
+            return
 
 
 def _watcher(streamer: Any, on_update: Callable[[Update], None] | None) -> _Watcher | None:

@@ -1,4 +1,4 @@
-"""Validation losses that can be compared: between steps, layouts and objectives.
+"""Validation losses that can be compared: between steps, layouts and objectives; defined in `hf.likelihood`.
 
 Every number is over the same rows of the validation set with the same noise, whatever the run's seed and layout:
 
@@ -27,6 +27,7 @@ from refusion_train.config import Config
 from refusion_train.data.loader import ValidationLoader, stratified_noise
 from refusion_train.data.shards import ShardSet
 from refusion_train.errors import ConfigError
+from refusion_train.hf.corruption import PASSES
 from refusion_train.model.batch import to_device
 from refusion_train.model.loss import STAT_NAMES
 from refusion_train.model.slot_model import build_model_chunks
@@ -36,8 +37,6 @@ from refusion_train.parallel.engine import Engine
 from refusion_train.parallel.groups import Groups, destroy, init_groups
 from refusion_train.train.optim import param_groups
 from refusion_train.train.state import adopt_model
-
-PASSES = 8
 
 
 def evaluate(
@@ -121,7 +120,7 @@ def evaluate_checkpoint(config: Config, checkpoint: str) -> dict[str, float]:
         adopt_model(saved, config, dataset.index.tokenizer, folder)
         chunks = build_model_chunks(config, groups, config.objective.name == "mdm")
         engine = Engine(config, groups, chunks, param_groups(chunks, config.train.weight_decay))
-        layout.restore(engine, lambda tensors: store.load(folder, tensors))
+        layout.restore_weights(engine, lambda tensors: store.load(folder, tensors))
         return evaluate(engine, groups, config, dataset)
     finally:
         destroy()

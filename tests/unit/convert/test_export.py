@@ -22,7 +22,15 @@ from refusion_train.convert.export import export_checkpoint
 from refusion_train.data.tokenizer import Tokenizer
 from refusion_train.errors import CheckpointError, ConfigError, DataError, RefusionError
 
-CODE = {"modeling_refusion.py", "decoding.py", "cache.py", "runner.py", "tokenization_refusion.py"}
+CODE = {
+    "modeling_refusion.py",
+    "decoding.py",
+    "cache.py",
+    "runner.py",
+    "likelihood.py",
+    "corruption.py",
+    "tokenization_refusion.py",
+}
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "refusion_tokenizer.json"}
 
 
@@ -182,6 +190,24 @@ def _stock_greedy(folder: Path, prompt: torch.Tensor) -> list[int]:
 
     stock = Qwen3ForCausalLM.from_pretrained(folder)
     return stock.generate(prompt, max_new_tokens=16, suppress_tokens=[4])[0, prompt.shape[1] :].tolist()
+
+
+def test_it_stops_at_words(exported: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from refusion_train.hf.modeling_refusion import ReFusionQwen3ForCausalLM
+
+    model = ReFusionQwen3ForCausalLM.from_pretrained(exported)
+    tokenizer: Any = AutoTokenizer.from_pretrained(exported, trust_remote_code=True)
+    prompt = torch.tensor([[2, 10, 11]])
+    plain = model.generate(prompt, max_new_tokens=32, eos_token_id=None)[0, 3:].tolist()
+    pieces = [tokenizer.decode([token], skip_special_tokens=True) for token in plain]
+    word = next(piece for piece in pieces[3:] if piece.strip().isalnum())
+    out = model.generate(prompt, max_new_tokens=32, eos_token_id=None, stop_strings=word, tokenizer=tokenizer)
+    first = next(n for n in range(1, 33) if word in tokenizer.decode(plain[:n], skip_special_tokens=True))
+    assert out[0, 3:].tolist() == plain[:first]
+    with pytest.raises(ValueError, match="tokenizer"):
+        model.generate(prompt, stop_strings=word)
 
 
 @pytest.mark.parametrize(("objective", "decoding"), [("ar", "left_to_right"), ("mdm", "mdm")])
@@ -361,3 +387,33 @@ def test_memory_is_that_of_one_block(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         ["read b 3:4", "wrote 4"],
     ]
     assert events == [event for pair in expected for event in pair]
+
+
+def test_a_tokenizer_of_hugging_face_is_written_with_its_mask_token(tiny_dataset: Any, tmp_path: Path) -> None:
+    """As shards of a tokenizer.json keep it: the mask token, which the file lacks, stands in a file of ours."""
+    from hf_models import json_tokenizer
+    from transformers import AutoTokenizer
+
+    from refusion_train.checkpoint import store
+
+    (tmp_path / "hf").mkdir()
+    given = Tokenizer.load(json_tokenizer(tmp_path / "hf", VOCABULARY - 1, chat_template="{{ messages }}"))
+    assert given.mask_id == VOCABULARY - 1
+    given.save(tmp_path / "shards" / "tokenizer")
+    make_checkpoint(tmp_path / "run", tiny_dataset.train, model_shape())
+    state = store.read_state(tmp_path / "run/checkpoints/step-00000003")
+    state["data"] |= {"path": str(tmp_path / "shards"), "special_ids": given.special_ids}
+    state["data"]["tokenizer"] = {"fingerprint": given.fingerprint, "kind": given.kind}
+    file = tmp_path / "run/checkpoints/step-00000003/state.json"
+    file.write_text(json.dumps(state))
+    manifest = json.loads((file.parent / "manifest.json").read_text())
+    import hashlib
+
+    data = file.read_bytes()
+    manifest["files"]["state.json"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (file.parent / "manifest.json").write_text(json.dumps(manifest))
+    out = export_checkpoint(str(tmp_path / "run"), str(tmp_path / "out"))
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer.mask_token_id == given.mask_id and tokenizer.chat_template == "{{ messages }}"
+    assert tokenizer.encode("w1 w2", add_special_tokens=False) == given.encode("w1 w2")
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == given.eos_id

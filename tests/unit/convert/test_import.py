@@ -313,3 +313,17 @@ def test_memory_is_that_of_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     source = save(hf_model("qwen3"), tmp_path / "source")
     assert equal(source, _there_and_back(source, tmp_path, "float32"))
     assert max(sizes) <= 4096 and sum(sizes) == sum(value.nbytes for value in tensors(source).values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_our_class_decodes_what_was_imported(family: str, tmp_path: Path) -> None:
+    """Left to right over our own cache, biases and norms included, as the stock class does."""
+    from refusion_train.convert.family import CLASSES
+    from refusion_train.hf import modeling_refusion
+
+    stock = hf_model(family)
+    back = _there_and_back(save(stock, tmp_path / "source"), tmp_path, "float32")
+    ours = getattr(modeling_refusion, CLASSES[family][1]).from_pretrained(back)
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert ours.generate(prompt, **options).equal(stock.generate(prompt, **options))
