@@ -31,6 +31,7 @@ from data_tools.encode import (
     Encoded,
     EncoderName,
     Recipe,
+    chat_of,
     choose_fast,
     encode_in_worker,
     encoder_name,
@@ -42,7 +43,7 @@ from data_tools.output import clean, recover, resumable_folder
 from data_tools.progress import CorpusProgress
 from data_tools.report import PROBLEMS_FILE, BuildReport, ProblemLog
 from data_tools.sinks import TRAIN, VALIDATION, DatasetSink, Sink, Spool
-from refusion_train.data.shard_index import Index, datasets_in
+from refusion_train.data.shard_index import TOKENIZER_FOLDER, Index, datasets_in
 from refusion_train.data.shard_writer import BLOCK_TOKENS, SHARD_BYTES
 from refusion_train.data.tokenizer import Tokenizer
 from refusion_train.errors import ConfigError, DataError
@@ -104,6 +105,7 @@ def build_shards(
         os.fspath(tokenizer), fields, encoder, _read_template(chat_template), val_fraction, min_tokens, max_tokens,
         digests=dedup,
     )  # fmt: skip
+    chat_of(recipe, loaded)  # what is wrong with it is said here, not by every worker
     every_file = find_files(inputs, input_format)
     files, infix = part_of(every_file, part)
     options = {
@@ -186,7 +188,9 @@ class _Build:
         with CorpusProgress("Tokenizing", self.total, progress) as bar:
             bar.go_on(position, sink.documents, sink.tokens)
             chunks = read_chunks(self.files, self.recipe.fields, place, self.recipe.limit)
-            with _encoder(self.recipe, workers, self.total) as (submit, ahead):
+            # The copy of the tokenizer is complete, whatever becomes of the folder that was given.
+            recipe = replace(self.recipe, tokenizer=str(self.folder / TRAIN / TOKENIZER_FOLDER))
+            with _encoder(recipe, workers, self.total) as (submit, ahead):
                 for chunk, encoded in _in_order(chunks, submit, ahead):
                     self.problems.add(encoded)
                     sink.add(encoded)

@@ -148,6 +148,7 @@ class Spool:
         self._dtype = token_dtype(vocab_size)
         self._files: dict[str, IO[bytes]] = {}
         self._sizes: dict[str, int] = {}  # bytes of each file
+        self._unsaved: set[str] = set()  # files with bytes that may not be on the disk
         self.documents = self.tokens = self.duplicates = 0
 
     def add(self, encoded: Encoded) -> None:
@@ -189,9 +190,10 @@ class Spool:
             self._append(f"{number:03d}.digests", records[files == number])
 
     def state(self) -> State:
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
+        for name in self._unsaved & self._files.keys():
+            self._files[name].flush()
+            os.fsync(self._files[name].fileno())
+        self._unsaved.clear()
         return {"documents": self.documents, "tokens": self.tokens, "sizes": self._sizes}, {}
 
     def restore(self, state: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
@@ -239,6 +241,7 @@ class Spool:
         if name not in self._files:
             self._files[name] = open(self._folder / name, "ab")  # noqa: SIM115 - closed by `close`
         data = np.ascontiguousarray(array)
+        self._unsaved.add(name)
         self._files[name].write(data.view(np.uint8).data)
         self._sizes[name] = self._sizes.get(name, 0) + data.nbytes
 

@@ -28,9 +28,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
     files = (HF_FILE, *_CONFIG_FILES, _TEMPLATE_FILE)
 
-    def __init__(self, folder: Path, model: bytes, meta: dict[str, Any]):
+    def __init__(self, folder: Path, model: bytes, meta: dict[str, Any], library: Any = None):
         super().__init__(folder, meta)
-        self._library = _library(model, folder)
+        self._library = library or _library(model, folder)
         self.chat_template = _chat_template(folder)
         added = self._library.get_added_tokens_decoder().items()
         # Content to id of all tokens that no text may become.
@@ -62,7 +62,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if "mask" not in pieces:
             pieces["mask"] = next(p for p in (MASK_PIECE, "<|refusion_mask|>") if p not in vocabulary)
             ids["mask"], size, added = size, size + 1, ["mask"]
-        return cls(folder, model, new_meta("huggingface", model, size, ids, pieces, added=added))
+        return cls(folder, model, new_meta("huggingface", model, size, ids, pieces, added=added), library)
 
     def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[np.ndarray]:
         try:
@@ -87,9 +87,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return full.to_str(pretty=True)
 
     def _decode_text(self, ids: np.ndarray) -> str:
-        special = [*self.special_ids.values()] if "unk" not in self.special_ids else [
-            index for name, index in self.special_ids.items() if name != "unk"
-        ]  # fmt: skip
+        # The added mask token is unknown to the library.
+        special = [index for name, index in self.special_ids.items() if name != "unk"]
         return self._library.decode(ids[~np.isin(ids, special)].tolist(), skip_special_tokens=True)
 
     def _decode_parts(self, ids: np.ndarray) -> str:

@@ -14,11 +14,10 @@ import os
 import shutil
 import tarfile
 import zlib
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,6 +36,15 @@ SHARD_BYTES = 256 << 20
 BLOCK_TOKENS = 1 << 19
 _TAR_BLOCK = 512
 _HASH_BYTES = 8 << 20
+
+
+class _Documents(NamedTuple):
+    """Documents of the block under way, as they were handed over. `text_bytes`: of all of them."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    prompts: np.ndarray
+    text_bytes: int
 
 
 class TarSequence:
@@ -86,9 +94,8 @@ class TarSequence:
                 continue
             stop = max(stop, first + 1)  # a document longer than a block is a block of its own
             end = int(ends[stop - 1])
-            self._parts.append(
-                (tokens[start:end], lengths[first:stop], prompts[first:stop], int(text_bytes[first:stop].sum()))
-            )
+            sizes = int(text_bytes[first:stop].sum())
+            self._parts.append(_Documents(tokens[start:end], lengths[first:stop], prompts[first:stop], sizes))
             self._documents_in_block += stop - first
             self._tokens_in_block += end - start
             first, start = stop, end
@@ -109,12 +116,9 @@ class TarSequence:
             "blocks": [asdict(block) for block in self._blocks],
             "documents": self.documents,
             "tokens": self.tokens,
-            "text_bytes": sum(part[3] for part in self._parts),
+            "text_bytes": sum(part.text_bytes for part in self._parts),
         }
-        names = ("tokens", "lengths", "prompts")
-        columns = {name: [part[i] for part in self._parts] for i, name in enumerate(names)}
-        dtypes = {"tokens": self._dtype, "lengths": np.dtype("<i4"), "prompts": np.dtype("<i4")}
-        return state, {name: _joined(column, dtypes[name]) for name, column in columns.items()}
+        return state, self._joined_parts()
 
     def restore(self, state: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         """Go back to a state that `state` gave, of a sequence with the same arguments: later bytes are cut off.
@@ -140,7 +144,7 @@ class TarSequence:
         self.documents, self.tokens = state["documents"], state["tokens"]
         self._clear_block()
         if len(arrays["lengths"]):
-            self._parts = [(arrays["tokens"], arrays["lengths"], arrays["prompts"], state["text_bytes"])]
+            self._parts = [_Documents(arrays["tokens"], arrays["lengths"], arrays["prompts"], state["text_bytes"])]
             self._documents_in_block, self._tokens_in_block = len(arrays["lengths"]), len(arrays["tokens"])
 
     def finish(self, extra: dict[str, Any] | None = None) -> Index:
@@ -172,9 +176,16 @@ class TarSequence:
             self._log.close()
 
     def _clear_block(self) -> None:
-        # Per batch: tokens, lengths, prompts, bytes of text.
-        self._parts: list[tuple[np.ndarray, np.ndarray, np.ndarray, int]] = []
+        self._parts: list[_Documents] = []
         self._documents_in_block = self._tokens_in_block = 0
+
+    def _joined_parts(self) -> dict[str, np.ndarray]:
+        """The block under way as the arrays of a sample."""
+        return {
+            "tokens": _joined([part.tokens for part in self._parts], self._dtype),
+            "lengths": _joined([part.lengths for part in self._parts], np.dtype("<i4")),
+            "prompts": _joined([part.prompts for part in self._parts], np.dtype("<i4")),
+        }
 
     def _tar_name(self) -> str:
         return f"{self._prefix}-{len(self._shards):06d}.tar"
@@ -183,13 +194,13 @@ class TarSequence:
         """Write the documents collected as one sample."""
         if not self._documents_in_block:
             return
-        whole = _joined([part[0] for part in self._parts], None)
-        assert not whole.size or 0 <= whole.min() <= whole.max() < self._tokenizer.vocab_size, (
-            f"token ids from {whole.min()} to {whole.max()} do not fit a vocabulary of {self._tokenizer.vocab_size}"
-        )
-        tokens = np.ascontiguousarray(whole, self._dtype)
-        lengths, prompts = (_joined([part[i] for part in self._parts], np.dtype("<i4")) for i in (1, 2))
-        arrays = {"tokens": tokens, "lengths": lengths, "prompts": prompts}
+        for part in self._parts:
+            assert not part.tokens.size or 0 <= part.tokens.min() <= part.tokens.max() < self._tokenizer.vocab_size, (
+                f"token ids from {part.tokens.min()} to {part.tokens.max()} do not fit a vocabulary of "
+                f"{self._tokenizer.vocab_size}"
+            )
+        arrays = self._joined_parts()
+        tokens, lengths, prompts = arrays["tokens"], arrays["lengths"], arrays["prompts"]
         size = sum(_TarFile.size_of(array) for array in arrays.values())
         if self._tar is not None and self._tar.size + size > self._shard_bytes:
             self._close_tar()
@@ -202,7 +213,7 @@ class TarSequence:
                 key=key,
                 documents=len(lengths),
                 tokens=len(tokens),
-                text_bytes=sum(part[3] for part in self._parts),
+                text_bytes=sum(part.text_bytes for part in self._parts),
                 crc32=crc32(tokens),
                 documents_crc32=crc32(lengths, prompts),
                 **{f"{name}_offset": offset for name, offset in offsets.items()},
@@ -361,10 +372,8 @@ def crc32(*arrays: np.ndarray) -> int:
     return value
 
 
-def _joined(arrays: Iterable[np.ndarray], dtype: np.dtype | None) -> np.ndarray:
-    parts = list(arrays)
-    whole = np.concatenate(parts) if parts else np.empty(0, dtype)
-    return whole if dtype is None else np.ascontiguousarray(whole, dtype)
+def _joined(arrays: list[np.ndarray], dtype: np.dtype) -> np.ndarray:
+    return np.ascontiguousarray(np.concatenate(arrays) if arrays else np.empty(0, dtype), dtype)
 
 
 def _npy_header(array: np.ndarray) -> bytes:

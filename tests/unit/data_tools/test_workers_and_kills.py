@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -103,7 +102,8 @@ def forked(corpus: Path, tokenizer: Path, out: Path, options: dict[str, object])
     child = os.fork()
     if not child:
         try:
-            chunks.CHUNK_BYTES, sinks._EMIT_TOKENS = 20_000, 5_000
+            chunks.CHUNK_BYTES, sinks._EMIT_TOKENS = 20_000, 20_000
+            sinks._BUCKET_BITS, sinks._DIGEST_FILES = 2, 4  # every file is flushed at every checkpoint
             build_shards(
                 [str(corpus)], str(tokenizer), str(out), workers=1, progress=False, checkpoint_seconds=0,
                 **{**SETTINGS, **options},  # type: ignore[arg-type]
@@ -118,39 +118,45 @@ def forked(corpus: Path, tokenizer: Path, out: Path, options: dict[str, object])
 def test_killed_at_ten_random_moments_and_then_finished(
     whole: tuple[Path, dict[str, object]], corpus: Path, tiny_tokenizer: Path, tmp_path: Path
 ) -> None:
-    rng = random.Random(len(whole[1]))
-    begun = time.monotonic()
-    assert os.waitpid(forked(corpus, tiny_tokenizer, tmp_path / "timed", whole[1]), 0)[1] == 0
-    seconds = time.monotonic() - begun
-    out, kills, phases = tmp_path / "out", 0, set[str]()
-    while kills < 10:
+    if "min_tokens" in whole[1]:
+        pytest.skip("the shuffle has duplicates too")
+    rng, seconds = random.Random(len(whole[1])), 0.0
+    for name in ("cold", "warm"):
+        begun = time.monotonic()
+        assert os.waitpid(forked(corpus, tiny_tokenizer, tmp_path / name, whole[1]), 0)[1] == 0
+        seconds = time.monotonic() - begun
+    kills = went_on = builds = 0
+    while kills < 10 or not builds:
+        out = tmp_path / f"out{builds}"
+        checkpoint = tmp_path / f"out{builds}.partial" / ".journal" / "checkpoint.npz"
         child = forked(corpus, tiny_tokenizer, out, whole[1])
-        # Each run does about a tenth of the work, so that the kills meet all of it.
-        time.sleep(seconds * rng.uniform(0.05, 0.3))
-        os.kill(child, signal.SIGKILL)
-        if os.waitpid(child, 0)[1] == 0:  # it was faster than the kill
-            break
-        kills += 1
-        checkpoint = tmp_path / "out.partial" / ".journal" / "checkpoint.npz"
-        phases.add("begun" if not checkpoint.exists() else "going on")
-    if not out.exists():
-        assert os.waitpid(forked(corpus, tiny_tokenizer, out, whole[1]), 0)[1] == 0
-    assert sums(out) == sums(whole[0])
-    assert sorted(os.listdir(tmp_path)) == ["out", "timed"]
-    assert kills >= 3 and "going on" in phases
+        if kills < 10:
+            time.sleep(seconds * rng.uniform(0.1, 0.6))
+            os.kill(child, signal.SIGKILL)
+        if os.waitpid(child, 0)[1] == 0:  # it was faster than the kill, or not killed any more
+            assert sums(out) == sums(whole[0])
+            builds += 1
+        else:
+            kills += 1
+            went_on += checkpoint.exists()
+    assert went_on >= 2
+    if not (tmp_path / f"out{builds}").exists():
+        assert os.waitpid(forked(corpus, tiny_tokenizer, tmp_path / f"out{builds}", whole[1]), 0)[1] == 0
+        assert sums(tmp_path / f"out{builds}") == sums(whole[0])
+    assert not list(tmp_path.glob("*.partial"))
 
 
-@pytest.mark.parametrize("point", range(12))
+@pytest.mark.parametrize("point", range(8))
 def test_killed_at_every_kind_of_step(
     corpus: Path, tiny_tokenizer: Path, tmp_path: Path, whole: tuple[Path, dict[str, object]], point: int
 ) -> None:
     """Before and after flushes, renames and the like, somewhere in the build; then finished."""
     if "shuffle" not in whole[1]:
         pytest.skip("the case that has all steps shows it")
-    names = [(os, "fsync"), (os, "replace"), (os, "rename"), (os, "truncate"), (shutil, "rmtree"), (np, "savez")]
+    names = [(os, "fsync"), (os, "replace"), (os, "rename"), (np, "savez")]
     owner, name = names[point // 2]
     real, out, calls = getattr(owner, name), tmp_path / "out", 0
-    nth = random.Random(point).randint(1, 6) if name in ("fsync", "savez", "replace") else 1
+    nth = random.Random(point).randint(1, 6) if name != "rename" else 1
 
     def deadly(*arguments, **options):  # type: ignore[no-untyped-def]
         nonlocal calls
@@ -168,7 +174,7 @@ def test_killed_at_every_kind_of_step(
     finally:
         setattr(owner, name, real)
     killed = os.waitpid(child, 0)[1] == signal.SIGKILL
-    assert killed or name == "truncate"  # which only a build that goes on needs
+    assert killed
     assert os.waitpid(forked(corpus, tiny_tokenizer, out, whole[1]), 0)[1] == 0
     assert sums(out) == sums(whole[0])
 
