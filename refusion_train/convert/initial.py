@@ -71,7 +71,8 @@ def make_rows(
     Raises ConfigError if the folder names no end-of-text token and it is asked for.
     """
     assert model.vocab_size is not None, "the vocabulary was settled before"
-    ids = sorted({*range(source.rows, model.vocab_size), *([] if mask_id is None else [mask_id])})
+    wanted: set[int] = set(range(source.rows, model.vocab_size))
+    ids = sorted(wanted if mask_id is None else wanted | {mask_id})
     if not ids:
         return NewRows()
     names = [EMBEDDING] if model.tie_embeddings else [EMBEDDING, HEAD]

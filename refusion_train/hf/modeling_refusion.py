@@ -176,6 +176,7 @@ class SlotGeneration:
         attention_mask: 0 at padding. prompt_length: tokens of each row (padding not counted) that are given; the begin
         token is one. documents: numbers that decide the noise of each row; default: 0, 1, ...
         The numbers are those of `refusion evaluate` (see likelihood.py); they do not depend on neighbours.
+        Raises ValueError if a model of slots does not say of which sizes.
         """
         trained = _trained(self.config)  # type: ignore[attr-defined]
         weights = trained.get("slot_weights")
@@ -183,6 +184,8 @@ class SlotGeneration:
             trained["objective"], trained["mask_token_id"], tuple(trained.get("slot_sizes") or ()),
             None if weights is None else tuple(weights), trained.get("eps", 1e-3),
         )  # fmt: skip
+        if masking.objective == "slots" and not masking.slot_sizes:
+            raise ValueError("likelihood needs the slot sizes: config.refusion['slot_sizes'] is missing")
         rows = _prompts(input_ids, attention_mask)
         given = [prompt_length] * len(rows) if isinstance(prompt_length, int) else prompt_length
         numbers = list(range(len(rows))) if documents is None else documents

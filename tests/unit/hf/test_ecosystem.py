@@ -15,18 +15,18 @@ PROMPT = torch.tensor([[5, 6, 7, 8]])
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return tiny_model(0, sharpness=0.8).float()
+    return tiny_model(0, sharpness=0.8, slot_sizes=[2, 4, 8]).float()
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """A word for each id: a5 a6 ..."""
+    """A word for each id, none within another: a05 a06 ..."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    made = Tokenizer(models.WordLevel({f"a{i}": i for i in range(VOCAB)}, unk_token="a1"))
+    made = Tokenizer(models.WordLevel({f"a{i:02d}": i for i in range(VOCAB)}, unk_token="a01"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="a0", eos_token="a3", padding_side="left",
+        tokenizer_object=made, pad_token="a00", eos_token="a03", padding_side="left",
         model_input_names=["input_ids", "attention_mask"], clean_up_tokenization_spaces=False,
         chat_template="{% for m in messages %}{{ m['content'] }} {% endfor %}",
     )  # fmt: skip
@@ -68,16 +68,16 @@ def _words(text: str) -> list[str]:
 def test_the_pipeline_for_text(model: Any, tokenizer: Any) -> None:
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
     words: dict[str, Any] = {"max_new_tokens": 8, "slot_size": 4, "do_sample": False}
-    (one,) = pipe("a5 a6 a7 a8", **words)
+    (one,) = pipe("a05 a06 a07 a08", **words)
     expected = model.generate(PROMPT, max_new_tokens=8, slot_size=4, eos_token_id=3)
-    assert _words(one["generated_text"]) == [f"a{i}" for i in expected[0].tolist()]
-    (new,) = pipe("a5 a6 a7 a8", return_full_text=False, **words)
-    assert _words(new["generated_text"]) == [f"a{i}" for i in expected[0, 4:].tolist()]
-    both = pipe(["a5 a6 a7 a8", "a9 a10"], batch_size=2, **words)
+    assert _words(one["generated_text"]) == [f"a{i:02d}" for i in expected[0].tolist()]
+    (new,) = pipe("a05 a06 a07 a08", return_full_text=False, **words)
+    assert _words(new["generated_text"]) == [f"a{i:02d}" for i in expected[0, 4:].tolist()]
+    both = pipe(["a05 a06 a07 a08", "a09 a10"], batch_size=2, **words)
     assert both[0] == [one]
-    assert both[1] == pipe("a9 a10", **words), "a padded neighbour changes the text"
-    (chat,) = pipe([{"role": "user", "content": "a5 a6 a7 a8"}], **words)
-    assert _words(chat["generated_text"][-1]["content"]) == [f"a{i}" for i in expected[0, 4:].tolist()]
+    assert both[1] == pipe("a09 a10", **words), "a padded neighbour changes the text"
+    (chat,) = pipe([{"role": "user", "content": "a05 a06 a07 a08"}], **words)
+    assert _words(chat["generated_text"][-1]["content"]) == [f"a{i:02d}" for i in expected[0, 4:].tolist()]
 
 
 def test_the_result_is_an_output_of_transformers(model: Any) -> None:
@@ -113,12 +113,12 @@ def test_lm_eval_reads_both_kinds_of_task(model: Any, tokenizer: Any) -> None:
         return getattr(harness, kind)(requests, disable_tqdm=True)
 
     plain = model.generate(PROMPT, max_new_tokens=8, eos_token_id=3)[0, 4:].tolist()
-    stop = f"a{plain[4]}"
-    prompts = ["a5 a6 a7 a8", "a9 a10"]
+    stop = f"a{plain[4]:02d}"
+    prompts = ["a05 a06 a07 a08", "a09 a10"]
     answers = ask("generate_until", [(text, {"until": [stop], "max_gen_toks": 8}) for text in prompts])
-    assert _words(answers[0]) == [f"a{i}" for i in plain[: plain.index(plain[4])]]
+    assert _words(answers[0]) == [f"a{i:02d}" for i in plain[: plain.index(plain[4])]]
     assert all(stop not in _words(answer) for answer in answers)
-    pairs = [("a5 a6", " a7 a8"), ("a9", " a10")]
+    pairs = [("a05 a06", " a07 a08"), ("a09", " a10")]
     scores = ask("loglikelihood", pairs)
     for (score, _), (context, continuation) in zip(scores, pairs, strict=True):
         ids = tokenizer(context + continuation, return_tensors="pt")["input_ids"]

@@ -113,6 +113,8 @@ def test_left_to_right_is_what_the_stock_forward_says() -> None:
     assert alone == padded
     with pytest.raises(ValueError, match="2 rows"):
         model.likelihood(rows, prompt_length=[1])
+    with pytest.raises(ValueError, match="slot_sizes"):
+        tiny_model(1).likelihood(rows)
 
 
 def test_a_language_model_has_left_to_right_only() -> None:
