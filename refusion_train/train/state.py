@@ -125,7 +125,8 @@ def adopt_model(saved: dict[str, Any], config: Config, tokenizer: dict[str, str]
         if key.startswith("model.") and old != new:
             raise ConfigError(f"{key}={new}, but checkpoint {folder} has {key}={old}; give the run's own config.yaml")
     made_by = saved.get("data", {}).get("tokenizer")
-    if made_by != tokenizer:
+    imported = made_by is not None and "fingerprint" not in made_by  # of a folder with a tokenizer that is not ours
+    if made_by != tokenizer and not imported:
         raise ConfigError(
             f"data.validation={config.data.validation} was made with another tokenizer ({tokenizer}) than the data of "
             f"checkpoint {folder} ({made_by}); build it with the same"

@@ -112,3 +112,17 @@ def test_a_run_of_a_version_without_some_model_key_goes_on() -> None:
     before["config"]["model"]["qk_norm"] = False
     with pytest.raises(ConfigError, match=r"model\.qkv_bias=True cannot replace model\.qkv_bias=False"):
         check_unchanged(before, config, dataset(), FOLDER)
+
+
+def test_an_imported_model_is_evaluated_on_any_data() -> None:
+    """Its tokenizer has no fingerprint of ours; shape and vocabulary are still compared."""
+    config = Config()
+    config.model.vocab_size = 320
+    before = saved(config)
+    before["data"]["tokenizer"] = {}
+    config.model.vocab_size = None
+    adopt_model(before, config, TOKENIZER, FOLDER)
+    assert config.model.vocab_size == 320
+    before["data"]["tokenizer"] = {"fingerprint": "sha256:other", "kind": "sentencepiece"}
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        adopt_model(before, config, TOKENIZER, FOLDER)
