@@ -182,16 +182,14 @@ def export(
     """
     from refusion_train.convert.export import export_checkpoint, parse_size
 
-    check = None
-    if verify:
+    def check(*given: Any) -> None:
         from refusion_train.convert.verify import verify_folder
 
-        def check(*given: Any) -> None:
-            typer.echo(verify_folder(*given).summary())
+        typer.echo(verify_folder(*given).summary())
 
     folder = export_checkpoint(
         str(checkpoint), str(out), dtype=dtype, overwrite=overwrite, max_shard_bytes=parse_size(max_shard_size),
-        tokenizer=None if tokenizer is None else str(tokenizer), verify=check,
+        tokenizer=None if tokenizer is None else str(tokenizer), verify=check if verify else None,
     )  # fmt: skip
     typer.echo(f"{folder}")
 
