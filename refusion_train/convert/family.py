@@ -100,6 +100,11 @@ def _rope_theta(config: dict[str, Any], where: Path) -> float:
                 f"{where}: {name} of type {kind} is not supported: only plain rotary positions are "
                 "(remove it if the model will not see positions beyond those that it was trained on)"
             )
+        if any(isinstance(value, dict) for value in rope.values()) or rope.get("partial_rotary_factor") not in (
+            None,
+            1,
+        ):
+            raise DataError(f"{where}: {name}={_short(rope)}: only one set of angles over whole heads is supported")
         theta = rope.get("rope_theta", theta)
     return float(10_000.0 if theta is None else theta)
 

@@ -202,6 +202,8 @@ def _import(tmp_path: Path) -> Callable[[], Any]:
         ({"model_type": "gpt2"}, ["model_type=gpt2", "qwen3"]),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_scaling", "linear"]),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, ["rope_parameters", "llama3"]),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, ["rope_parameters", "whole heads"]),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, ["rope_parameters", "whole heads"]),
         ({"attention_bias": True}, ["attention_bias"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         ({"use_sliding_window": True}, ["use_sliding_window"]),
