@@ -29,9 +29,9 @@ types: $(STAMP)
 	$(BIN)/pyright
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not matrix"
 
-# What `make test` runs of it too: every layout of ranks against one process.
+# Every layout of ranks against one process, of which `make test` runs a part.
 matrix: $(STAMP)
 	$(BIN)/python -m pytest -m matrix
 

@@ -1,6 +1,6 @@
 """Tokens per second of `refusion data shards`, over those of the tokenizer libraries' own batch encoding in memory.
 
-    python benchmarks/tokenize.py [--megabytes 200] [--workers 2] [--memory-gigabytes 2] [--hf DIR]
+    python benchmarks/tokenizing.py [--megabytes 200] [--workers 2] [--memory-gigabytes 2] [--hf DIR]
 
 The corpus is Python's own sources and those of installed packages, one document a file, as JSON lines. The tool reads
 the file, encodes in worker processes and writes shards, starting and loading included; the library encodes the same
