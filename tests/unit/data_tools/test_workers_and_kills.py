@@ -87,12 +87,10 @@ def whole(
     return out, ORDERS[request.param]
 
 
-@pytest.mark.parametrize("workers", [2, 5])
+@pytest.mark.parametrize(("whole", "workers"), [("plain", 2), ("plain", 5), ("shuffle", 2)], indirect=["whole"])
 def test_the_number_of_workers_changes_nothing(
     whole: tuple[Path, dict[str, object]], corpus: Path, tiny_tokenizer: Path, tmp_path: Path, workers: int
 ) -> None:
-    if whole[1] and (workers == 5 or "shuffle" not in whole[1]):
-        pytest.skip("the other cases show it")
     assert start(corpus, tiny_tokenizer, tmp_path / "out", workers, **whole[1]).wait() == 0
     assert sums(tmp_path / "out") == sums(whole[0])
 
@@ -118,8 +116,6 @@ def forked(corpus: Path, tokenizer: Path, out: Path, options: dict[str, object])
 def test_killed_at_ten_random_moments_and_then_finished(
     whole: tuple[Path, dict[str, object]], corpus: Path, tiny_tokenizer: Path, tmp_path: Path
 ) -> None:
-    if "min_tokens" in whole[1]:
-        pytest.skip("the shuffle has duplicates too")
     rng, seconds = random.Random(len(whole[1])), 0.0
     for name in ("cold", "warm"):
         begun = time.monotonic()
@@ -146,13 +142,12 @@ def test_killed_at_ten_random_moments_and_then_finished(
     assert not list(tmp_path.glob("*.partial"))
 
 
+@pytest.mark.parametrize("whole", ["shuffle"], indirect=True)  # the case that has all steps
 @pytest.mark.parametrize("point", range(8))
 def test_killed_at_every_kind_of_step(
     corpus: Path, tiny_tokenizer: Path, tmp_path: Path, whole: tuple[Path, dict[str, object]], point: int
 ) -> None:
     """Before and after flushes, renames and the like, somewhere in the build; then finished."""
-    if "shuffle" not in whole[1]:
-        pytest.skip("the case that has all steps shows it")
     names = [(os, "fsync"), (os, "replace"), (os, "rename"), (np, "savez")]
     owner, name = names[point // 2]
     real, out, calls = getattr(owner, name), tmp_path / "out", 0
