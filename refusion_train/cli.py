@@ -135,7 +135,7 @@ def plan(
             typer.echo(json.dumps([dataclasses.asdict(entry) for entry in found]))
         else:
             planning.render_suggestions(found, console)
-        return
+        raise typer.Exit(0 if found else 1)
     planned = planning.plan(settings, world_size, gpu=gpu, gpu_memory_gib=gpu_memory, mfu=mfu, dataset=dataset)
     if as_json:
         typer.echo(json.dumps({"config": dataclasses.asdict(settings), **planned.to_dict()}))

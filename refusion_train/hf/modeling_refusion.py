@@ -145,6 +145,7 @@ class SlotGeneration:
         defaults = generation_config if generation_config is not None else self.generation_config  # type: ignore[attr-defined]
         settings, pad_id = _resolve(self.config, defaults, ids.shape[1], options)  # type: ignore[attr-defined]
         prompts = _prompts(ids, attention_mask)
+        _check_positions(self.config, max(map(len, prompts)), settings)  # type: ignore[attr-defined]
         watch = _watcher(streamer, on_update)
         if streamer is not None:
             streamer.put(ids.cpu())
@@ -285,6 +286,16 @@ def _unknown(name: str, value: Any) -> str:
 
 
 # ------------------------------------------------------------------------------------------------- rows and results
+
+
+def _check_positions(config: Any, prompt: int, settings: Settings) -> None:
+    """Refuse what would run past the positions that the model has."""
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and prompt + settings.region > limit:
+        raise ValueError(
+            f"a prompt of {prompt} tokens and max_new_tokens={settings.max_new_tokens} (in whole slots "
+            f"{settings.region}) do not fit the {limit} positions of the model; shorten one of them"
+        )
 
 
 def _prompts(ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:

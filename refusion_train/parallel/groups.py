@@ -84,6 +84,10 @@ def init_groups(config: Config, timeout_s: float = DEFAULT_TIMEOUT_S) -> Groups:
     if these do not find each other.
     """
     place = _read_environment()
+    if config.parallel.tensor > 1:
+        # Read when CUDA starts: kernels then begin in the order of their launch, so that megatron-core's reductions
+        # over tensor-parallel ranks overlap with the products behind them. It warns where this is not set.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     validate(config, place.world_size)
     _check_linear(config)
     assert not dist.is_initialized(), "a process group already exists; call destroy() first"

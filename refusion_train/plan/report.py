@@ -52,7 +52,11 @@ def render_suggestions(suggestions: Sequence[Suggestion], console: Console) -> N
             str(entry.micro_batch_size), entry.recompute, _gib(entry.peak), f"{entry.bubble:.1%}",
             f"{entry.step_s:.3g}",
         )  # fmt: skip
-    _print(console, "Layouts that fit, fastest first (times only compare them)", table)
+    _print(
+        console,
+        "Layouts that fit, fastest first; of those within a percent the one in fewer pieces (times only compare them)",
+        table,
+    )
     console.print("first: " + " ".join(suggestions[0].overrides), highlight=False, soft_wrap=True)
 
 

@@ -111,6 +111,11 @@ def test_plan_prints_tables_or_json(tiny_dataset: Any, capsys: pytest.CaptureFix
     assert json.loads(capsys.readouterr().out)["peak"] == first["peak"]
 
 
+def test_a_plan_that_finds_no_layout_says_so_to_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "qwen3-8b", "--world-size", "1", "--gpu-memory", "8", "--suggest"]) == 1
+    assert "no layout fits" in capsys.readouterr().out
+
+
 def _imported_by(code: str) -> set[str]:
     result = subprocess.run(
         [sys.executable, "-c", f"{code}\nimport sys; print(' '.join(sys.modules))"],

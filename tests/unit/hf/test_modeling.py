@@ -153,6 +153,7 @@ def test_a_streamer_gets_the_text_in_order(model: Any, decoding: str) -> None:
         ({"num_beams": 4}, ["num_beams=4"]),
         ({"decoding": "mdm"}, ["decoding=mdm", "objective.name=slots"]),
         ({"max_length": 4}, ["max_length=4"]),
+        ({"max_new_tokens": 4000}, ["max_new_tokens=4000", "256 positions"]),
         ({"max_new_tokens": 12, "slot_size": 4, "num_blocks": 2}, ["num_blocks=2"]),
         ({"attention_mask": torch.ones(1, 3)}, ["attention_mask"]),
     ],
