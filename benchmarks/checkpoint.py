@@ -180,6 +180,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    options.folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="benchmark-checkpoint-", dir=options.folder))
     try:
         loop = Loop(options.hidden, options.layers, folder)
