@@ -144,6 +144,7 @@ class SlotGeneration:
             raise ValueError("a streamer shows tokens before stopping_criteria are asked; leave one of them out")
         defaults = generation_config if generation_config is not None else self.generation_config  # type: ignore[attr-defined]
         settings, pad_id = _resolve(self.config, defaults, ids.shape[1], options)  # type: ignore[attr-defined]
+        criteria = _criteria(stopping_criteria, stop_strings, tokenizer)
         prompts = _prompts(ids, attention_mask)
         _check_positions(self.config, max(map(len, prompts)), settings)  # type: ignore[attr-defined]
         watch = _watcher(streamer, on_update)
@@ -151,7 +152,6 @@ class SlotGeneration:
             streamer.put(ids.cpu())
         began = time.perf_counter()
         decoded = [decode(self, prompt, settings, row, watch) for row, prompt in enumerate(prompts)]
-        criteria = _criteria(stopping_criteria, stop_strings, tokenizer)
         if criteria is not None:
             _cut(decoded, ids, criteria, pad_id)
         self.last_stats = _stats(decoded, time.perf_counter() - began)
