@@ -22,28 +22,8 @@ def new_folder(out: str | os.PathLike[str], overwrite: bool, is_ours: Callable[[
     `out` may exist if it is empty, or, with `overwrite`, if `is_ours(out)` says that it is of the same making; it is
     replaced only at the end. Raises DataError otherwise, and when the disk refuses.
     """
-    target = Path(out)
-    partial, old = (target.with_name(f"{target.name}.{ending}") for ending in ("partial", "old"))
-    try:
-        recover(target)
-        _check_target(target, overwrite, is_ours)
-        partial.mkdir(parents=True, exist_ok=True)
-        with open(partial / _LOCK, "w") as lock:
-            _take(lock.fileno(), target)
-            _clear(partial)
-            try:
-                yield partial
-                _check_target(target, overwrite, is_ours)
-                if target.is_dir() and any(target.iterdir()):
-                    os.rename(target, old)
-                os.rename(partial, target)
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                raise
-            (target / _LOCK).unlink(missing_ok=True)
-        shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
-        raise DataError(f"cannot write '{target}': {error.strerror or error}; nothing was changed there") from None
+    with resumable_folder(out, overwrite, is_ours, lambda _: False, ()) as partial:
+        yield partial
 
 
 @contextlib.contextmanager
@@ -79,7 +59,11 @@ def resumable_folder(
             clean(target, leftovers)
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
-        kept = f"; what was done is kept in '{partial}'" if partial.exists() else "; nothing was changed there"
+        kept = (
+            f"; what was done is kept in '{partial}'"
+            if partial.exists() and can_go_on(partial)
+            else "; nothing was changed there"
+        )
         raise DataError(f"cannot write '{target}': {error.strerror or error}{kept}") from None
 
 

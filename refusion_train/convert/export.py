@@ -21,6 +21,7 @@ import refusion_train.hf
 from data_tools.output import new_folder
 from refusion_train import __version__
 from refusion_train.checkpoint import store
+from refusion_train.checkpoint.files import SliceReader
 from refusion_train.checkpoint.sharded import ShardedEntry
 from refusion_train.config import ModelConfig, ObjectiveConfig
 from refusion_train.convert import card
@@ -234,12 +235,13 @@ def _shapes(model: ModelConfig) -> dict[str, Shape]:
 def _reader(checkpoint: Checkpoint) -> Read:
     """A function that reads rows of a tensor of the checkpoint (float32 master weights)."""
     stored, wanted = logical_shapes(checkpoint.model), _shapes(checkpoint.model)
+    reader = SliceReader(checkpoint.folder)  # one for all: `.metadata` is read once, not for every block
 
     def read(name: str, rows: slice) -> torch.Tensor:
         assert rows.stop <= wanted[name][0], f"{name} has no rows {rows}"
         part = torch.empty(rows.stop - rows.start, *stored[name][1:])
         offsets = (rows.start, *(0,) * (part.dim() - 1))
-        store.load(checkpoint.folder, {f"{name}.master": ShardedEntry(stored[name], {offsets: part})})
+        store.load(checkpoint.folder, {f"{name}.master": ShardedEntry(stored[name], {offsets: part})}, reader)
         return part
 
     return read

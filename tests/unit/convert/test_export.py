@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from hf_models import tensors
 from made_up import VOCABULARY, make_checkpoint, model_shape, run_elsewhere
-from safetensors import safe_open
 
 from refusion_train.config import ObjectiveConfig
 from refusion_train.convert.export import export_checkpoint
@@ -32,14 +32,6 @@ CODE = {
     "tokenization_refusion.py",
 }
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "refusion_tokenizer.json"}
-
-
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +77,7 @@ def test_weights_are_those_of_the_checkpoint_without_padding(
     run: tuple[Path, dict], dtype: str, tmp_path: Path
 ) -> None:
     root, weights = run
-    got = _tensors(export_checkpoint(str(root / "checkpoints/step-00000003"), str(tmp_path / "hf"), dtype=dtype))
+    got = tensors(export_checkpoint(str(root / "checkpoints/step-00000003"), str(tmp_path / "hf"), dtype=dtype))
     assert set(got) == set(weights)
     assert weights["model.embed_tokens.weight"].shape[0] == 384
     for name, weight in weights.items():
@@ -101,8 +93,8 @@ def test_a_large_model_is_cut_into_files_with_an_index(run: tuple[Path, dict], e
     assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     # The embedding alone is larger than the limit; all other files keep it.
     assert all((folder / name).stat().st_size < 32_000 for name in files[1:])
-    whole = _tensors(exported)
-    assert all(value.equal(whole[name]) for name, value in _tensors(folder).items())
+    whole = tensors(exported)
+    assert all(value.equal(whole[name]) for name, value in tensors(folder).items())
     loaded = Qwen3ForCausalLM.from_pretrained(folder).state_dict()
     assert all(loaded[name].equal(value) for name, value in whole.items())
 
@@ -112,7 +104,7 @@ def test_the_newest_good_checkpoint_is_taken(tiny_dataset: Any, tmp_path: Path) 
     second = make_checkpoint(tmp_path / "run", tiny_dataset.train, model_shape(), step=2)
     make_checkpoint(tmp_path / "run", tiny_dataset.train, model_shape(), step=3)
     (tmp_path / "run/checkpoints/step-00000003/state.json").unlink()
-    got = _tensors(export_checkpoint(str(tmp_path / "run"), str(tmp_path / "hf"), dtype="float32"))
+    got = tensors(export_checkpoint(str(tmp_path / "run"), str(tmp_path / "hf"), dtype="float32"))
     assert got["model.norm.weight"].equal(second["model.norm.weight"])
 
 
@@ -336,7 +328,7 @@ def test_a_kill_leaves_no_folder_that_looks_whole(run: tuple[Path, dict], tmp_pa
     out = tmp_path / "hf"
     if existing:
         export_checkpoint(str(run[0]), str(out))
-        before = _tensors(out)
+        before = tensors(out)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         [sys.executable, "-c", _SLOW_EXPORT, str(run[0]), str(out)], stdout=subprocess.PIPE, text=True, env=environment
@@ -353,7 +345,7 @@ def test_a_kill_leaves_no_folder_that_looks_whole(run: tuple[Path, dict], tmp_pa
         with pytest.raises((OSError, ValueError)):
             AutoConfig.from_pretrained(folder)
     if existing:
-        assert all(value.equal(before[name]) for name, value in _tensors(out).items())
+        assert all(value.equal(before[name]) for name, value in tensors(out).items())
     else:
         assert not out.exists()
     export_checkpoint(str(run[0]), str(out), overwrite=existing)
