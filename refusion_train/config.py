@@ -23,6 +23,7 @@ PRECISIONS = ("fp32", "bf16")
 SCHEDULES = ("cosine", "wsd", "constant")
 RECOMPUTE = ("none", "selective", "full")
 RESUME = ("auto", "none")
+ON_ERROR = ("stop", "skip")
 NEW_ROWS = ("mean", "eos", "random")
 LINEAR = ("torch", "transformer_engine")
 
@@ -76,10 +77,23 @@ class ObjectiveConfig:
 
 
 @dataclass
+class SourceConfig:
+    """One entry of a list in `data.train`; `sources.sources_of` reads them."""
+
+    # A folder of shards, or a URL.
+    path: str
+    # Share of the tokens, relative to that of the others: a number, or [[step, weight], ...] (linear in between).
+    weight: Any = 1.0
+    # At most so many passes; then the others go on without it. null: no limit.
+    epochs: int | None = None
+
+
+@dataclass
 class DataConfig:
     """Where rows come from and how they are cut."""
 
-    train: str | None = None
+    # A folder of shards, or a list of sources: [{path: a, weight: 0.7}, {path: b, weight: 0.3}]; see SourceConfig.
+    train: Any = None
     validation: str | None = None
     sequence_length: int = 4096
     # Independent sequences of rows; a multiple of every data-parallel size that the run will ever use.
@@ -90,6 +104,13 @@ class DataConfig:
     prefetch: int = 4
     # Blocks of documents that a stream shuffles among each other (its buffer; 1: within a block only).
     shuffle_blocks: int = 8
+    # A damaged or missing block of a shard: stop with an error, or skip it (warned of and counted).
+    on_error: str = "stop"
+    # Where blocks of shards behind URLs are kept, best on a local disk; null: $XDG_CACHE_HOME/refusion or
+    # ~/.cache/refusion. Processes and runs of a machine share it.
+    cache_dir: str | None = None
+    # Its size in GB (10^9 bytes); what was used longest ago is removed.
+    cache_gb: float = 20.0
 
 
 @dataclass
@@ -192,11 +213,17 @@ def load(path: str | os.PathLike[str] | None, overrides: list[str] | None = None
         except OmegaConfBaseException as error:
             key = getattr(error, "full_key", None) or "?"
             raise ConfigError(f"{source}: {key}: {_explain(error, key)}") from None
+        except TypeError:
+            raise ConfigError(f"{source}: a part of a list cannot be set alone; give the list as a whole") from None
     try:
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{getattr(error, 'full_key', '?')}: {_first_line(error)}") from None
     assert isinstance(config, Config), "OmegaConf returned something that is not our Config"
+    if config.data.train is not None:
+        from refusion_train.sources import sources_of
+
+        sources_of(config)
     return config
 
 
@@ -302,7 +329,11 @@ def validate(config: Config, world_size: int | None = None) -> None:
     `world_size`: number of ranks, when it is known; then the data-parallel checks are made too (see `layouts`).
     Raises ConfigError.
     """
+    from refusion_train.sources import sources_of
+
     _check_ranges(config)
+    if config.data.train is not None:
+        sources_of(config)
     _check_objective(config.objective)
     shortest = min(config.objective.slot_sizes)
     _require(
@@ -330,6 +361,7 @@ _POSITIVE = (
     "model.hidden_size", "model.num_layers", "model.num_heads", "model.num_kv_heads", "model.head_dim",
     "model.ffn_size", "model.vocab_multiple", "model.max_sequence_length", "model.rope_theta", "model.norm_eps",
     "model.init_std", "data.sequence_length", "data.streams", "data.prefetch", "data.shuffle_blocks",
+    "data.cache_gb",
     "train.steps", "train.global_batch_size", "train.micro_batch_size", "train.lr", "train.max_bad_steps",
     "train.log_interval", "parallel.tensor", "parallel.pipeline", "parallel.virtual_pipeline",
     "checkpoint.interval", "checkpoint.keep",
@@ -377,7 +409,7 @@ def _check_ranges(config: Config) -> None:
         ("objective.name", OBJECTIVES), ("objective.normalization", NORMALIZATIONS),
         ("objective.rng", ("counter", "reference")), ("train.precision", PRECISIONS),
         ("model.init_rows", NEW_ROWS), ("train.schedule", SCHEDULES), ("train.recompute", RECOMPUTE),
-        ("checkpoint.resume", RESUME),
+        ("checkpoint.resume", RESUME), ("data.on_error", ON_ERROR),
         ("parallel.linear", LINEAR),
     ):  # fmt: skip
         _choice(key, _get(config, key), allowed)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from refusion_train.data.transport import Damaged, Patience, Remote, is_url, local_path
 from refusion_train.errors import DataError
 
 INDEX_FILE = "index.json"
@@ -81,15 +82,38 @@ class Index:
         os.replace(temporary, path)
 
     @classmethod
-    def read(cls, folder: Path) -> Index:
-        """Read and check index.json. Raises DataError naming the file and what is wrong with it."""
-        path = folder / INDEX_FILE
+    def read(cls, folder: str | os.PathLike[str], patience: Patience | None = None) -> Index:
+        """Read and check index.json of a folder or URL (with `patience`). Raises DataError naming it and its fault."""
+        if is_url(folder):
+            return cls.read_from(Remote(os.fspath(folder), patience))
+        path = local_path(folder) / INDEX_FILE
         try:
             content = json.loads(path.read_bytes())
         except FileNotFoundError:
-            raise DataError(_no_index(folder)) from None
+            raise DataError(_no_index(path.parent)) from None
         except (ValueError, OSError) as error:
             raise DataError(f"{path} cannot be read ({error}); build the dataset again") from None
+        return cls._from_json(content, str(path))
+
+    @classmethod
+    def read_from(cls, remote: Remote) -> Index:
+        """As `read`, from a URL that is open."""
+
+        def take(chunks: Iterator[bytes]) -> Any:
+            try:
+                return json.loads(b"".join(chunks))
+            except ValueError as error:
+                raise Damaged(f"it is no JSON ({error})") from None
+
+        try:
+            content = remote.fetch(INDEX_FILE, None, take, INDEX_FILE)
+        except FileNotFoundError as error:
+            said = f" ({error})" if remote.url.startswith("pipe:") else ""
+            raise DataError(f"no dataset at '{remote.name}': {INDEX_FILE} is missing{said}; check the path") from None
+        return cls._from_json(content, f"{remote.name}: {INDEX_FILE}")
+
+    @classmethod
+    def _from_json(cls, content: Any, path: str) -> Index:
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise DataError(f"{path} is not an index of {FORMAT}; build the dataset with `refusion data shards`")
         if content.get("version") != VERSION:

@@ -3,19 +3,23 @@
 A sample of a tar is a block of many documents: `KEY.tokens.npy` (uint16 or uint32, documents one after another),
 `KEY.lengths.npy` and `KEY.prompts.npy` (int32, one value per document). `webdataset.WebDataset(url).decode()` reads
 them as they are. Here the arrays are found by the offsets in index.json, so that a block is a view of the mapped
-file, and a block's checksum is verified when it is first touched.
+file, and a block's checksum is verified when it is first touched. A dataset may also lie behind a URL: then the mapped
+files are those of a cache (remote.py).
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from refusion_train.data.blocks import Arrays, arrays_of, documents_of, fault_of
+from refusion_train.data.remote import RemoteBlocks, RemoteOptions, open_remote
 from refusion_train.data.shard_index import (
     INDEX_FILE,
     TOKENIZER_FOLDER,
@@ -24,6 +28,8 @@ from refusion_train.data.shard_index import (
     ShardInfo,
 )
 from refusion_train.data.shard_writer import BLOCK_TOKENS, SHARD_BYTES, ShardWriter, crc32
+from refusion_train.data.tokenizer import Tokenizer
+from refusion_train.data.transport import is_url, local_path, shown
 from refusion_train.errors import DataError
 
 __all__ = [
@@ -58,10 +64,11 @@ class ShardSet:
     (int64 [blocks + 1], number of each block's first document).
     """
 
-    def __init__(self, path: str, index: Index):
+    def __init__(self, path: str, index: Index, remote: RemoteBlocks | None = None):
         self.path = path
         self.index = index
         self.fingerprint = index.fingerprint
+        self.remote = remote
         self._dtype = np.dtype(index.dtype).newbyteorder("<")
         self._blocks = [(s, block) for s, shard in enumerate(index.shards) for block in shard.blocks]
         self.blocks = len(self._blocks)
@@ -72,13 +79,16 @@ class ShardSet:
         self._lock = threading.Lock()
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> ShardSet:
-        """Open the dataset in folder `path`.
+    def open(cls, path: str | os.PathLike[str], options: RemoteOptions | None = None) -> ShardSet:
+        """Open the dataset in a folder, or behind a URL (then `options` say how, and shards are looked at when needed).
 
         Raises DataError: no index, an index of another version or damaged, a shard missing or of the wrong size.
         """
-        folder = Path(path)
-        dataset = cls(os.fspath(path), Index.read(folder))
+        if is_url(path):
+            index, remote = open_remote(os.fspath(path), options)
+            return cls(shown(os.fspath(path)), index, remote)
+        folder = local_path(path)
+        dataset = cls(os.fspath(folder), Index.read(folder))
         for shard in dataset.index.shards:
             dataset._check_size(shard)
         return dataset
@@ -90,25 +100,36 @@ class ShardSet:
         """What the index says of block `i`, without touching the shard."""
         return self._blocks[i][1]
 
+    def prepare(self, blocks: Sequence[int]) -> None:
+        """A hint that these blocks will be read soon: what is remote is fetched in the background.
+
+        Raises nothing: what cannot be fetched is raised by `block`.
+        """
+        if self.remote is not None:
+            self.remote.prepare(blocks)
+
     def block(self, i: int) -> Block:
         """Block `i`, 0 <= i < blocks. Its checksums are verified the first time this process asks for it.
 
-        Raises DataError, naming shard and block, when the file is gone, has another size or has changed.
+        Raises DataError, naming shard and block, when the file is gone, has another size or has changed, or when it
+        cannot be fetched.
         """
         number, info = self._blocks[i]
         shard = self.index.shards[number]
-        # A mapped file that has been cut short would end the process by a signal: look before touching.
-        self._check_size(shard)
-        mapped = self._map(number, shard)
-        tokens = self._array(mapped, info.tokens_offset, info.tokens, self._dtype, shard, info)
-        lengths = self._array(mapped, info.lengths_offset, info.documents, np.dtype("<i4"), shard, info)
-        prompts = self._array(mapped, info.prompts_offset, info.documents, np.dtype("<i4"), shard, info)
+        arrays = self._arrays(i, shard, info)
         if not self._verified[i]:
-            self._verify(shard, info, tokens, lengths, prompts)
+            fault = fault_of(info, arrays)
+            if fault is not None and self.remote is not None:  # what arrived was in order: the cache's disk was not
+                self.remote.discard(i)
+                arrays = self._arrays(i, shard, info)
+                fault = fault_of(info, arrays)
+            if fault is not None:
+                raise self._damage(shard, info, fault)
             self._verified[i] = 1
         offsets = np.zeros(info.documents + 1, np.int64)
-        np.cumsum(lengths, out=offsets[1:])
-        return Block(tokens, offsets, prompts, int(self.first_documents[i]), shard.name, info.key)
+        np.cumsum(arrays.lengths, out=offsets[1:])
+        first = int(self.first_documents[i])
+        return Block(arrays.tokens, offsets, arrays.prompts, first, shard.name, info.key)
 
     def lengths(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """Lengths and prompt lengths of the documents of block `i`, int32, without touching its tokens.
@@ -117,13 +138,20 @@ class ShardSet:
         """
         number, info = self._blocks[i]
         shard = self.index.shards[number]
-        self._check_size(shard)
-        mapped = self._map(number, shard)
-        lengths = self._array(mapped, info.lengths_offset, info.documents, np.dtype("<i4"), shard, info)
-        prompts = self._array(mapped, info.prompts_offset, info.documents, np.dtype("<i4"), shard, info)
-        if crc32(lengths, prompts) != info.documents_crc32:
+        data, base = self._map(number, shard) if self.remote is None else self.remote.documents(i)
+        found = documents_of(data, base, info)
+        if found is None:
+            raise self._outside(shard, info)
+        if crc32(*found) != info.documents_crc32:
             raise self._damage(shard, info, "document lengths")
-        return lengths, prompts
+        return found
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that lies with the dataset; None if there is none. Raises DataError when it is damaged."""
+        if self.remote is not None:
+            return self.remote.tokenizer()
+        folder = Path(self.path) / TOKENIZER_FOLDER
+        return Tokenizer.load(folder) if folder.is_dir() else None
 
     def locate(self, document: int) -> tuple[int, int]:
         """Block of a document and its place in that block; `document` is its number in the dataset."""
@@ -146,7 +174,17 @@ class ShardSet:
                 f"({'truncated' if size < shard.bytes else 'changed'}); restore it or build the dataset again"
             )
 
-    def _map(self, number: int, shard: ShardInfo) -> np.ndarray:
+    def _arrays(self, i: int, shard: ShardInfo, info: BlockInfo) -> Arrays:
+        data, base = self._map(self._blocks[i][0], shard) if self.remote is None else self.remote.block(i)
+        arrays = arrays_of(data, base, info, self._dtype)
+        if arrays is None:
+            raise self._outside(shard, info)
+        return arrays
+
+    def _map(self, number: int, shard: ShardInfo) -> tuple[np.ndarray, int]:
+        """The bytes of a shard, uint8, and the place in it of the first of them."""
+        # A mapped file that has been cut short would end the process by a signal: look before touching.
+        self._check_size(shard)
         with self._lock:
             if number not in self._maps:
                 path = os.path.join(self.path, shard.name)
@@ -154,28 +192,10 @@ class ShardSet:
                     self._maps[number] = np.memmap(path, dtype=np.uint8, mode="r")
                 except (OSError, ValueError) as error:
                     raise DataError(f"{self.path}: shard {shard.name} cannot be mapped: {error}") from None
-            return self._maps[number]
+            return self._maps[number], 0
 
-    def _array(
-        self, mapped: np.ndarray, offset: int, count: int, dtype: np.dtype, shard: ShardInfo, info: BlockInfo
-    ) -> np.ndarray:
-        end = offset + count * dtype.itemsize
-        if offset < 0 or count < 0 or end > len(mapped):
-            raise DataError(f"{self.path}: {INDEX_FILE} places block {info.key} outside shard {shard.name}")
-        return np.asarray(mapped[offset:end]).view(dtype)
-
-    def _verify(
-        self, shard: ShardInfo, info: BlockInfo, tokens: np.ndarray, lengths: np.ndarray, prompts: np.ndarray
-    ) -> None:
-        if crc32(tokens) != info.crc32:
-            what = "tokens"
-        elif crc32(lengths, prompts) != info.documents_crc32:
-            what = "document lengths"
-        elif int(lengths.sum(dtype=np.int64)) != info.tokens or bool(((prompts < 0) | (prompts > lengths)).any()):
-            what = "document lengths (which do not fit its tokens)"
-        else:
-            return
-        raise self._damage(shard, info, what)
+    def _outside(self, shard: ShardInfo, info: BlockInfo) -> DataError:
+        return DataError(f"{self.path}: {INDEX_FILE} places block {info.key} outside shard {shard.name}")
 
     def _damage(self, shard: ShardInfo, info: BlockInfo, what: str) -> DataError:
         return DataError(
@@ -190,6 +210,6 @@ def check_tokenizer(dataset: ShardSet, tokenizer: HasFingerprint) -> None:
     if tokenizer.fingerprint != made_by:
         raise DataError(
             f"wrong tokenizer for the shards: '{dataset.path}' was made with {made_by}, the tokenizer given is "
-            f"{tokenizer.fingerprint}; use the one in {os.path.join(dataset.path, TOKENIZER_FOLDER)} or build the "
+            f"{tokenizer.fingerprint}; use the one in {dataset.path.rstrip('/')}/{TOKENIZER_FOLDER} or build the "
             "shards again"
         )

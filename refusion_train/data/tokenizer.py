@@ -329,6 +329,13 @@ def new_meta(
     }
 
 
+def files_of(kind: str) -> tuple[str, ...]:
+    """The files that a saved tokenizer of a kind may have, the one that describes it first."""
+    from refusion_train.data.hf_tokenizer import HuggingFaceTokenizer
+
+    return (META_FILE, *(HuggingFaceTokenizer if kind == "huggingface" else SentencePieceTokenizer).files)
+
+
 def copy_tokenizer(source: Path, target: Path) -> None:
     """Write the tokenizer in folder `source` to a new folder `target`, complete with its description."""
     Tokenizer.load(source).save(target)

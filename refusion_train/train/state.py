@@ -26,7 +26,9 @@ FIXED_KEYS = (
     )),
 )  # fmt: skip
 # Where things are and how they are computed: changes of these need no mention.
-_SILENT_PREFIXES = ("run_dir", "parallel.", "checkpoint.", "data.train", "data.validation", "data.workers")
+_SILENT_PREFIXES = (
+    "run_dir", "parallel.", "checkpoint.", "data.train", "data.validation", "data.workers", "data.cache_",
+)  # fmt: skip
 
 
 @dataclass
