@@ -87,7 +87,7 @@ def train(
         from refusion_train.data.shard_index import Index
 
         for folder in filter(None, (settings.data.train, settings.data.validation)):
-            Index.read(Path(folder))
+            Index.read(folder)
     if nproc > 1:
         from launchers.local import launch
 

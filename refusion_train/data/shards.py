@@ -96,6 +96,11 @@ class ShardSet:
     def __len__(self) -> int:
         return self.blocks
 
+    @property
+    def location(self) -> str:
+        """The folder, absolute, or the URL."""
+        return self.path if self.remote is not None else os.path.realpath(self.path)
+
     def block_info(self, i: int) -> BlockInfo:
         """What the index says of block `i`, without touching the shard."""
         return self._blocks[i][1]

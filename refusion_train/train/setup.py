@@ -19,8 +19,8 @@ from refusion_train.checkpoint import layout, store
 from refusion_train.checkpoint.writer import Writer
 from refusion_train.config import Config, to_yaml
 from refusion_train.data.loader import TrainLoader
-from refusion_train.data.shards import TOKENIZER_FOLDER, ShardSet, check_tokenizer
-from refusion_train.data.tokenizer import Tokenizer
+from refusion_train.data.remote import RemoteOptions
+from refusion_train.data.shards import ShardSet, check_tokenizer
 from refusion_train.errors import ConfigError
 from refusion_train.model.slot_model import build_model_chunks
 from refusion_train.objective import Objective, make_objective
@@ -63,15 +63,16 @@ def open_data(config: Config) -> Data:
 def _open_data(config: Config) -> Data:
     if config.data.train is None:
         raise ConfigError("data.train is not set; give the folder of shards, for example data.train=shards/train")
-    train = ShardSet.open(config.data.train)
-    folder = Path(config.data.train) / TOKENIZER_FOLDER
-    if folder.is_dir():
-        check_tokenizer(train, Tokenizer.load(folder))
+    remote = RemoteOptions.of(config.data)
+    train = ShardSet.open(config.data.train, remote)
+    tokenizer = train.tokenizer()
+    if tokenizer is not None:
+        check_tokenizer(train, tokenizer)
     if "mask" not in train.index.special_ids:
         raise ConfigError(f"data.train={config.data.train} has no mask token; build it with `refusion data shards`")
     if config.data.validation is None:
         return Data(train, None)
-    validation = ShardSet.open(config.data.validation)
+    validation = ShardSet.open(config.data.validation, remote)
     if validation.index.tokenizer != train.index.tokenizer:
         raise ConfigError(
             f"data.validation={config.data.validation} was made with another tokenizer than data.train="

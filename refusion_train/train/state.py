@@ -76,7 +76,7 @@ def describe_run(state: TrainState, config: Config, dataset: ShardSet) -> dict[s
         **state.to_dict(),
         "config": dataclasses.asdict(config),
         "data": {
-            "path": str(Path(dataset.path).resolve()),
+            "path": dataset.location,
             "fingerprint": dataset.fingerprint,
             "tokenizer": dataset.index.tokenizer,
             "special_ids": dataset.index.special_ids,
