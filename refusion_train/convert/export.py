@@ -31,7 +31,9 @@ from refusion_train.convert.names import EMBEDDING, HEAD, logical_shapes
 from refusion_train.convert.safetensors_stream import Read, Shape, sync_all, write_model
 from refusion_train.convert.tokenizer import write_tokenizer
 from refusion_train.convert.tokenizer_files import TEMPLATE, copy_files, declare_mask, inspect
+from refusion_train.data.shards import ShardSet
 from refusion_train.data.tokenizer import META_FILE, Tokenizer
+from refusion_train.data.transport import is_url
 from refusion_train.errors import CheckpointError, ConfigError, DataError
 
 DTYPES = {
@@ -183,6 +185,9 @@ def _find_tokenizer(checkpoint: Checkpoint, given: str | None) -> Path | None:
     data = checkpoint.state.get("data", {})
     beside = checkpoint.folder.parent / TOKENIZER
     folder = Path(given) if given is not None else Path(data.get("path", "")) / TOKENIZER
+    if given is None and is_url(data.get("path", "")):
+        tokenizer = ShardSet.open(data["path"]).tokenizer()
+        folder = tokenizer.folder if tokenizer is not None else folder
     if given is None and checkpoint.imported:
         if not beside.is_dir() and not data.get("tokenizer"):
             return None
