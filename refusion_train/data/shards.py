@@ -79,17 +79,20 @@ class ShardSet:
         self._lock = threading.Lock()
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], options: RemoteOptions | None = None) -> ShardSet:
+    def open(
+        cls, path: str | os.PathLike[str], options: RemoteOptions | None = None, check_shards: bool = True
+    ) -> ShardSet:
         """Open the dataset in a folder, or behind a URL (then `options` say how, and shards are looked at when needed).
 
-        Raises DataError: no index, an index of another version or damaged, a shard missing or of the wrong size.
+        Raises DataError: no index, an index of another version or damaged, a shard missing or of the wrong size
+        (check_shards: False leaves that to `block`).
         """
         if is_url(path):
             index, remote = open_remote(os.fspath(path), options)
             return cls(shown(os.fspath(path)), index, remote)
         folder = local_path(path)
         dataset = cls(os.fspath(folder), Index.read(folder))
-        for shard in dataset.index.shards:
+        for shard in dataset.index.shards if check_shards else ():
             dataset._check_size(shard)
         return dataset
 
