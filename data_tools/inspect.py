@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import tarfile
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
@@ -16,9 +17,11 @@ from rich.text import Text
 from data_tools.build_shards import TRAIN
 from data_tools.progress import CorpusProgress
 from refusion_train.config import Config
-from refusion_train.data.shard_index import INDEX_FILE, TOKENIZER_FOLDER, BlockInfo, Index, ShardInfo, datasets_in
+from refusion_train.data.remote import RemoteOptions
+from refusion_train.data.shard_index import INDEX_FILE, TOKENIZER_FOLDER, BlockInfo, Index, ShardInfo, datasets_at
 from refusion_train.data.shards import ShardSet, check_tokenizer
 from refusion_train.data.tokenizer import Tokenizer
+from refusion_train.data.transport import is_url
 from refusion_train.errors import DataError
 
 _HASH_BYTES = 8 << 20
@@ -36,50 +39,73 @@ class VerifyReport:
     documents: int
     tokens: int
     fingerprint: str
+    has_tokenizer: bool
 
     def summary(self) -> str:
         """One line to print."""
+        unchecked = (
+            "" if self.has_tokenizer else f"; not checked: the tokenizer, as there is no {TOKENIZER_FOLDER} folder"
+        )
         return (
             f"{self.path}: in order; {self.shards:,} shards, {self.blocks:,} blocks, {self.documents:,} documents, "
-            f"{self.tokens:,} tokens ({self.fingerprint[:19]})"
+            f"{self.tokens:,} tokens ({self.fingerprint[:19]}){unchecked}"
         )
 
 
-def verify(path: str, *, progress: bool = True) -> list[VerifyReport]:
+def verify(path: str, *, progress: bool = True, options: RemoteOptions | None = None) -> list[VerifyReport]:
     """Check the dataset in folder `path`, or all datasets directly in it, against index.json.
 
     Checked: size and sha256 of each shard; names, dtypes and places of its arrays; checksums and counts of each
-    block; token ids within the vocabulary; the tokenizer that lies with the dataset.
+    block; token ids within the vocabulary; the tokenizer that lies with the dataset. `path` may be a URL: each shard is
+    then fetched whole, and `options` say where to.
     Raises DataError naming shard and block (the first few, if there are several) when something is wrong.
     """
-    return [_verify_dataset(dataset, progress) for dataset in datasets_in(Path(path)) or [Path(path)]]
+    return [_verify_dataset(dataset, progress, options) for dataset in datasets_at(path)]
 
 
-def _verify_dataset(folder: Path, progress: bool) -> VerifyReport:
-    dataset = ShardSet(os.fspath(folder), Index.read(folder))  # not `open`: a missing shard is one fault of several
+def _verify_dataset(path: str, progress: bool, options: RemoteOptions | None) -> VerifyReport:
+    # Not `open` for folders: a missing shard is one fault of several.
+    dataset = ShardSet.open(path, options) if is_url(path) else ShardSet(path, Index.read(path))
     index = dataset.index
     faults: list[str] = []
     first, done, documents = 0, 0, 0
     with CorpusProgress("Verifying", sum(shard.bytes for shard in index.shards), progress) as bar:
         for shard in index.shards:
             try:
-                _verify_shard(dataset, shard, first)
+                with _local(dataset, shard) as local:
+                    _verify_shard(local, shard, first)
+                done, documents = done + shard.bytes, documents + shard.documents
             except DataError as error:
                 faults.append(str(error).removeprefix(f"{dataset.path}: "))
             first += len(shard.blocks)
-            done, documents = done + shard.bytes, documents + shard.documents
             bar.update(done, documents, last=shard is index.shards[-1])
-    if (folder / TOKENIZER_FOLDER).is_dir():
-        try:
-            check_tokenizer(dataset, Tokenizer.load(folder / TOKENIZER_FOLDER))
-        except DataError as error:
-            faults.append(str(error))
+    tokenizer = None
+    try:
+        tokenizer = dataset.tokenizer()
+        if tokenizer is not None:
+            check_tokenizer(dataset, tokenizer)
+    except DataError as error:
+        faults.append(str(error))
     if faults:
         more = f"; and {len(faults) - _FAULTS_SHOWN} more faults" if len(faults) > _FAULTS_SHOWN else ""
-        raise DataError(f"{folder}: {'; '.join(faults[:_FAULTS_SHOWN])}{more}")
+        raise DataError(f"{dataset.path}: {'; '.join(faults[:_FAULTS_SHOWN])}{more}")
     return VerifyReport(
-        os.fspath(folder), len(index.shards), dataset.blocks, index.documents, index.tokens, index.fingerprint
-    )
+        dataset.path, len(index.shards), dataset.blocks, index.documents, index.tokens, index.fingerprint,
+        tokenizer is not None,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _local(dataset: ShardSet, shard: ShardInfo) -> Iterator[ShardSet]:
+    """The dataset as one of this machine, as far as this shard goes."""
+    if dataset.remote is None:
+        yield dataset
+        return
+    with dataset.remote.downloaded(shard) as folder:
+        try:
+            yield ShardSet(os.fspath(folder), dataset.index)
+        except DataError as error:
+            raise DataError(str(error).removeprefix(f"{folder}: ")) from None
 
 
 def _verify_shard(dataset: ShardSet, shard: ShardInfo, first_block: int) -> None:
@@ -149,6 +175,7 @@ def show(
     first: int = 0,
     full: bool = False,
     console: Console | None = None,
+    options: RemoteOptions | None = None,
 ) -> None:
     """Print documents of the dataset in folder `path`, or with a config rows as training gets them, in colour.
 
@@ -157,9 +184,12 @@ def show(
     (default: the one that lies with the dataset). `full`: long documents and rows are not shortened.
     Raises DataError (no dataset, wrong tokenizer, no such document).
     """
-    folder = _one_dataset(Path(path))
-    dataset = ShardSet.open(folder)
-    encoder = Tokenizer.load(tokenizer or folder / TOKENIZER_FOLDER)
+    dataset = ShardSet.open(_one_dataset(path), options)
+    encoder = Tokenizer.load(tokenizer) if tokenizer is not None else dataset.tokenizer()
+    if encoder is None:
+        raise DataError(
+            f"'{dataset.path}' has no {TOKENIZER_FOLDER} folder, so its documents cannot be decoded; restore it"
+        )
     check_tokenizer(dataset, encoder)
     console = console or Console(highlight=False)
     if config is not None:
@@ -173,10 +203,10 @@ def show(
         _show_document(dataset, encoder, number, block, place, console, full)
 
 
-def _one_dataset(folder: Path) -> Path:
-    found = datasets_in(folder)
-    training = [path for path in found if path.name == TRAIN]
-    return (training or found or [folder])[0]
+def _one_dataset(path: str) -> str:
+    found = datasets_at(path)
+    training = [one for one in found if one.rstrip("/").endswith(f"/{TRAIN}")]
+    return (training or found)[0]
 
 
 def _show_document(

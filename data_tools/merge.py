@@ -17,6 +17,7 @@ from data_tools.output import new_folder
 from data_tools.sinks import TRAIN, VALIDATION
 from refusion_train.data.shard_index import TOKENIZER_FOLDER, Index, ShardInfo, dataset_fingerprint, datasets_in
 from refusion_train.data.tokenizer import copy_tokenizer
+from refusion_train.data.transport import is_url
 from refusion_train.errors import DataError
 
 
@@ -42,6 +43,9 @@ def merge(parts: Sequence[str], out: str, *, overwrite: bool = False) -> MergeRe
     Parts of one build (`part="i/n"`) must be all of it, each once, and are joined in their order; others in the order
     given. Raises DataError when they do not belong together, when one is missing or not complete.
     """
+    remote = [part for part in parts if is_url(part)]
+    if remote:
+        raise DataError(f"'{remote[0]}' is a URL; merge links files, so copy the part to a folder first")
     folders = [Path(part) for part in parts]
     found = {folder: _datasets(folder) for folder in folders}
     everything = [(path, index) for datasets in found.values() for path, index in datasets.values()]

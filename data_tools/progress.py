@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 
 _BAR_SECONDS = 0.1
 _LOG_SECONDS = 30.0
+_SHORTEST = 0.05
 
 
 class CorpusProgress:
@@ -95,9 +96,10 @@ def describe_rate(
 ) -> str:
     """'12,345 documents, 678 documents/s, 9.0 MB/s, 0:01:23 left' from what was done in `seconds`.
 
-    `before`: position, documents and tokens when they began.
+    `before`: position, documents and tokens when they began. In less than 1/20 s nothing but the documents is told.
     """
-    seconds = max(seconds, 1e-9)
+    if seconds < _SHORTEST:  # nothing that could be called a rate
+        return f"{documents:,} documents"
     per_second = (position - before[0]) / seconds
     left = "?" if per_second <= 0 else _clock((total - position) / per_second)
     speed = f", {(tokens - before[2]) / seconds / 1e6:.2f} M tokens/s" if tokens else ""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from data_tools.progress import CorpusProgress
-from refusion_train.data.shard_index import datasets_in
+from refusion_train.data.remote import THREADS
+from refusion_train.data.shard_index import datasets_at
 from refusion_train.data.shards import ShardSet
 from refusion_train.errors import ConfigError, DataError
 
@@ -49,22 +51,20 @@ class DatasetStats:
 
 
 def stats(path: str, *, progress: bool = True) -> list[DatasetStats]:
-    """Statistics of the dataset in folder `path`, or of all datasets directly in it. Reads lengths, not tokens.
+    """Statistics of the dataset in folder or at URL `path`, or of all datasets directly in it. Reads no tokens.
 
     Raises DataError as `ShardSet.open` does.
     """
-    return [_of_dataset(folder, progress) for folder in datasets_in(Path(path)) or [Path(path)]]
+    return [_of_dataset(ShardSet.open(one), progress) for one in datasets_at(path)]
 
 
-def _of_dataset(folder: Path, progress: bool) -> DatasetStats:
-    dataset = ShardSet.open(folder)
+def _of_dataset(dataset: ShardSet, progress: bool) -> DatasetStats:
     index = dataset.index
     counts = np.zeros(_EXACT + 32 * _STEPS, np.int64)
     octaves = np.zeros((33, 2), np.int64)  # documents and tokens by bit length of the length
     longest = prompts = 0
     with CorpusProgress("Counting", dataset.blocks, progress) as bar:
-        for number in range(dataset.blocks):
-            lengths, prompt = dataset.lengths(number)
+        for number, (lengths, prompt) in enumerate(_lengths(dataset)):
             if len(lengths):
                 counts += np.bincount(_bin(lengths), minlength=len(counts))
                 octave = np.ceil(np.log2(np.maximum(lengths, 1) + 1)).astype(np.int64) * (lengths > 0)
@@ -74,11 +74,24 @@ def _of_dataset(folder: Path, progress: bool) -> DatasetStats:
                 prompts += int(prompt.sum(dtype=np.int64))
             bar.update(number + 1, int(dataset.first_documents[number + 1]), last=number + 1 == dataset.blocks)
     return DatasetStats(
-        os.fspath(folder), index.documents, index.tokens, index.text_bytes, sum(s.bytes for s in index.shards),
+        dataset.path, index.documents, index.tokens, index.text_bytes, sum(s.bytes for s in index.shards),
         len(index.shards), prompts, longest, _quantiles(counts),
         [[1 << (o - 1) if o else 0, (1 << o) - 1, *octaves[o].tolist()] for o in range(33) if octaves[o, 0]],
         list(index.sources), index.build, index.tokenizer,
     )  # fmt: skip
+
+
+def _lengths(dataset: ShardSet) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Lengths and prompts of all blocks; several requests at a time, if they are remote."""
+    if dataset.remote is None:
+        yield from map(dataset.lengths, range(dataset.blocks))
+        return
+    with ThreadPoolExecutor(THREADS) as pool:
+        try:
+            yield from pool.map(dataset.lengths, range(dataset.blocks))
+        except BaseException:
+            dataset.remote.close()  # the others need not be waited for
+            raise
 
 
 def _bin(lengths: np.ndarray) -> np.ndarray:

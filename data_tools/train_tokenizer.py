@@ -79,7 +79,7 @@ def train_tokenizer(
     if model_type not in ("bpe", "unigram"):
         raise ConfigError(f"model_type={model_type} is not one of bpe, unigram")
     if vocab_size <= _FIXED_PIECES:
-        raise ConfigError(f"vocab_size={vocab_size} must be more than the {_FIXED_PIECES} byte and special pieces")
+        raise ConfigError(f"--vocab-size {vocab_size} must be more than the {_FIXED_PIECES} byte and special pieces")
     if sample_bytes < 1:
         raise ConfigError(f"sample_bytes={sample_bytes} must be at least 1")
     begun = time.monotonic()
@@ -228,11 +228,11 @@ def _explain(message: str, vocab_size: int) -> Exception:
     """The trainer's complaint as an error that says what to change."""
     if match := re.search(r"Please set it to a value <= (\d+)", message):
         return ConfigError(
-            f"vocab_size={vocab_size} is too large for this corpus; use at most {match[1]}, or give more text"
+            f"--vocab-size {vocab_size} is too large for this corpus; use at most {match[1]}, or give more text"
         )
     if match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
         return ConfigError(
-            f"vocab_size={vocab_size} has no room for the characters of this corpus; use more than {match[1]}, "
+            f"--vocab-size {vocab_size} has no room for the characters of this corpus; use more than {match[1]}, "
             "or a smaller character coverage"
         )
     if "sentences_.empty()" in message:

@@ -19,7 +19,7 @@ Inputs = Annotated[
         metavar="INPUT...", show_default=False,
     ),
 ]  # fmt: skip
-Dataset = Annotated[Path, typer.Argument(help="Folder of shards.", show_default=False)]
+Dataset = Annotated[str, typer.Argument(help="Folder of shards, or a URL.", show_default=False)]
 TextField = Annotated[str, typer.Option(help="Field of a record that holds the text; a.b for b in a.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing folder.")]
 
@@ -117,7 +117,7 @@ def data_verify(path: Dataset) -> None:
     """
     from data_tools.inspect import verify
 
-    for report in verify(str(path)):
+    for report in verify(path):
         typer.echo(report.summary())
 
 
@@ -138,7 +138,7 @@ def data_stats(
 
     from data_tools import stats
 
-    found = stats.stats(str(path))
+    found = stats.stats(path)
     if plot is not None:
         stats.plot(found, str(plot))
     if as_json:
@@ -150,6 +150,10 @@ def data_stats(
 @data_app.command("show")
 def data_show(
     path: Dataset,
+    overrides: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(help="With --config: changes to it.", metavar="[KEY=VALUE]...", show_default=False),
+    ] = None,
     config: Annotated[Optional[str], typer.Option(help="Show packed and corrupted rows of this run.")] = None,  # noqa: UP045
     count: Annotated[int, typer.Option("-n", "--count", help="Documents or rows to show.", min=1)] = 3,
     first: Annotated[int, typer.Option(help="Number of the first document.", min=0)] = 0,
@@ -158,9 +162,15 @@ def data_show(
     """Show decoded documents; with --config packed and corrupted rows in colour.
 
     Examples: refusion data show shards/train -n 5
-              refusion data show shards/train --config demo -n 1
+              refusion data show shards/train --config demo -n 1 objective.slot_sizes=[4]
     """
     from data_tools.inspect import show
     from refusion_train.config import load
+    from refusion_train.data.remote import RemoteOptions
+    from refusion_train.errors import ConfigError
 
-    show(str(path), load(config) if config else None, count, first=first, full=full)
+    if overrides and config is None:
+        raise ConfigError(f"'{overrides[0]}' changes a configuration; name it with --config, for example --config demo")
+    run = load(config, overrides) if config else None
+    options = RemoteOptions.of(run.data) if run is not None else None
+    show(path, run, count, first=first, full=full, options=options)

@@ -176,18 +176,25 @@ class RemoteBlocks:
                 os.rename(copy, folder)
         return Tokenizer.load(folder)
 
-    def download(self, shard: ShardInfo, target: Path) -> None:
-        """A whole shard as a file, its size checked and nothing else. Raises DataError."""
+    @contextlib.contextmanager
+    def downloaded(self, shard: ShardInfo) -> Iterator[Path]:
+        """A folder, gone afterwards, that holds a whole shard; only its size is checked. Raises DataError."""
+        with tempfile.TemporaryDirectory(prefix="refusion-") as folder:
 
-        def take(chunks: Iterator[bytes]) -> None:
-            with open(target, "wb") as file:
-                for chunk in chunks:
-                    file.write(chunk)
-                if file.tell() != shard.bytes:
-                    raise EOFError(f"{file.tell()} bytes arrived, index.json says {shard.bytes}")
+            def take(chunks: Iterator[bytes]) -> None:
+                with open(Path(folder) / "shard", "wb", buffering=0) as file:
+                    for chunk in chunks:
+                        try:
+                            file.write(chunk)
+                        except OSError as error:  # not the server's fault
+                            raise DataError(f"{folder}: {error.strerror}; give another folder (TMPDIR)") from None
+                    if file.tell() != shard.bytes:
+                        raise EOFError(f"{file.tell()} bytes arrived, index.json says {shard.bytes}")
 
-        with self._explained(shard, None):
-            self._remote.fetch(shard.name, None, take, f"shard {shard.name}")
+            with self._explained(shard, None):
+                self._remote.fetch(shard.name, None, take, f"shard {shard.name}")
+            os.rename(Path(folder) / "shard", Path(folder) / os.path.basename(shard.name))
+            yield Path(folder)
 
     # ------------------------------------------------------------------------------------------------ entries
 

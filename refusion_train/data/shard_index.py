@@ -13,11 +13,12 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from refusion_train.data.transport import Damaged, Patience, Remote, is_url, local_path
+from refusion_train.data.transport import Damaged, Patience, Remote, is_url, join, local_path
 from refusion_train.errors import DataError
 
 INDEX_FILE = "index.json"
 TOKENIZER_FOLDER = "tokenizer"
+_PARTS = ("train", "validation")
 FORMAT, VERSION = "refusion-shards", 1
 
 
@@ -154,6 +155,24 @@ def datasets_in(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted(child for child in folder.iterdir() if (child / INDEX_FILE).is_file())
+
+
+def datasets_at(path: str | os.PathLike[str]) -> list[str]:
+    """The datasets that a folder or URL is or directly holds, else `path` itself. Behind URLs, which cannot be listed,
+    only those named train and validation are found. Raises DataError when a server cannot be asked."""
+    if not is_url(path):
+        return [os.fspath(found) for found in datasets_in(local_path(path))] or [os.fspath(local_path(path))]
+    url = os.fspath(path)
+    inner = [] if _is_there(url, INDEX_FILE) else [n for n in _PARTS if _is_there(url, f"{n}/{INDEX_FILE}")]
+    return [url] if url.startswith("pipe:") or not inner else [join(url, name) for name in inner]
+
+
+def _is_there(url: str, name: str) -> bool:
+    try:
+        Remote(url).read(name)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _no_index(folder: Path) -> str:

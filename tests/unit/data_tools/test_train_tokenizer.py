@@ -98,9 +98,9 @@ def test_literal_special_symbols_in_the_corpus_stay_text(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"vocab_size": 100_000}, r"vocab_size=100000 is too large for this corpus; use at most \d+"),
-        ({"vocab_size": 261}, "vocab_size=261 must be more than the 261"),
-        ({"vocab_size": 270}, r"vocab_size=270 has no room for the characters of this corpus; use more than \d+"),
+        ({"vocab_size": 100_000}, r"--vocab-size 100000 is too large for this corpus; use at most \d+"),
+        ({"vocab_size": 261}, "--vocab-size 261 must be more than the 261"),
+        ({"vocab_size": 270}, r"--vocab-size 270 has no room for the characters of this corpus; use more than \d+"),
         ({"model_type": "word"}, "model_type=word is not one of bpe, unigram"),
         ({"sample_bytes": 0}, "sample_bytes=0 must be at least 1"),
     ],
