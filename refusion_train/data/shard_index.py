@@ -106,12 +106,16 @@ class Index:
             except ValueError as error:
                 raise Damaged(f"it is no JSON ({error})") from None
 
+        where = f"{remote.name}: {INDEX_FILE}"
         try:
             content = remote.fetch(INDEX_FILE, None, take, INDEX_FILE)
+            try:
+                return cls._from_json(content, where)
+            except DataError:  # damaged on its way, perhaps, or read while it was replaced
+                return cls._from_json(remote.fetch(INDEX_FILE, None, take, INDEX_FILE), where)
         except FileNotFoundError as error:
             said = f" ({error})" if remote.url.startswith("pipe:") else ""
             raise DataError(f"no dataset at '{remote.name}': {INDEX_FILE} is missing{said}; check the path") from None
-        return cls._from_json(content, f"{remote.name}: {INDEX_FILE}")
 
     @classmethod
     def _from_json(cls, content: Any, path: str) -> Index:
