@@ -1,4 +1,4 @@
-"""Corpora as one ordered sequence of documents: which files, in which order, and what is wrong in them.
+"""What a corpus is made of: which files, in which order, documents, and what is wrong in them.
 
 Files come in the order of their paths, standard input first. What cannot be read is never dropped silently: it comes
 out as a `Broken`, in its place.
@@ -124,36 +124,6 @@ def find_files(inputs: Sequence[str], input_format: str | None = None) -> list[C
         for path in _expand(item):
             found.setdefault(os.path.realpath(path), (path, number))
     return [_describe(path, number, kind) for path, number in sorted(found.values())]
-
-
-class Corpus:
-    """Iterates over the documents of files. `total_bytes` and `position` (both of the files on disk) measure progress.
-
-    `text_field`: of records, with dots for fields in fields. Whatever cannot be read is yielded as `Broken`; empty
-    texts are yielded as documents. Raises DataError for a file that cannot be opened or an error of the disk.
-    """
-
-    def __init__(
-        self, files: Sequence[CorpusFile], text_field: str = "text", max_document_bytes: int = MAX_DOCUMENT_BYTES
-    ):
-        self.files = list(files)
-        self.total_bytes = sum(file.bytes for file in self.files)
-        self.position = 0
-        self._fields = Fields(text=text_field)
-        self._limit = max_document_bytes
-
-    def __iter__(self) -> Iterator[Document | Broken]:
-        from data_tools.chunks import read_chunks
-        from data_tools.records import items_of
-
-        for chunk in read_chunks(self.files, self._fields, limit=self._limit):
-            for item in items_of(chunk, self._fields, self._limit):
-                if not isinstance(item, Broken):
-                    yield Document(item.texts[-1], item.file, item.line)
-                elif item.kind == "broken":
-                    yield item
-            self.position = chunk.position
-        self.position = self.total_bytes
 
 
 def _expand(item: str) -> list[str]:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from data_tools.documents import Broken, Corpus, find_files
+from data_tools.corpus import Corpus
+from data_tools.documents import Broken, find_files
 from data_tools.output import new_folder
 from data_tools.progress import CorpusProgress, Spinner
 from refusion_train.data.tokenizer import META_FILE, MODEL_FILE, SPECIAL_PIECES, Tokenizer

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_tools import chunks
-from data_tools.documents import Broken, Corpus, Document, find_files
+from data_tools.corpus import Corpus
+from data_tools.documents import Broken, Document, find_files
 from refusion_train.errors import DataError
 
 
