@@ -8,9 +8,9 @@ same number of steps, in an order that changes from round to round: without a sa
 a save that goes on beside the steps and is collected when it has ended, at the end at the latest. What a save adds is
 the wall time of a stretch with it less that of the stretch without; `blocks` is the part of it for which the loop
 stands still to take the snapshot. Stretches are made long enough (`--steps 0`) for a save to end within. The ratio is
-of medians over rounds. On a machine that does other work too, threads wait for a core that others have; what the
-kernel counts of that (schedstat) is taken off: of the training thread always, of the writing thread where the loop
-waits for it. With nothing else running it is next to nothing; `waits` shows how much it was.
+of medians over rounds of what a save adds in a round. On a machine that does other work too, threads wait for a core
+that others have; what the kernel counts of that (schedstat) is taken off: of the training thread always, of the writing
+thread where the loop waits for it. With nothing else running it is next to nothing; `waits` shows how much it was.
 
 By default the steps compute on one thread, so that on two cores one is left to the writer, as processors are on a
 machine whose GPUs do the computing; `--threads 2` shows the worst case, where both want the same cores.
@@ -155,18 +155,18 @@ def measure(loop: Loop, rounds: int, steps: int) -> list[dict[str, dict[str, flo
 
 
 def report(results: list[dict[str, dict[str, float]]]) -> float:
-    """Print what a save adds, each way, by the medians of the rounds and by the best; the ratio of medians."""
-    ratios = []
-    for name, choose in (("median", statistics.median), ("best", min)):
-        none, waited, beside = (choose([times[kind]["total"] for times in results]) for kind in KINDS)
-        ratios.append((beside - none) / (waited - none))
-        print(
-            f"{name} of {len(results)} rounds: a save that is waited for adds {waited - none:.2f} s to {none:.2f} s, "
-            f"one beside the steps {beside - none:.2f} s: ratio {ratios[-1]:.3f}"
-        )
-    blocks, ended = (statistics.median([times["beside"][what] for times in results]) for what in ("blocks", "ended"))
-    print(f"beside the steps it blocks them for {blocks:.2f} s and has ended after {ended:.2f} s (medians)")
-    return ratios[0]
+    """Print what a save adds, each way: medians over rounds of what it adds in a round; the ratio of these."""
+    none = statistics.median(times["none"]["total"] for times in results)
+    waited, beside = (
+        statistics.median(times[kind]["total"] - times["none"]["total"] for times in results) for kind in KINDS[1:]
+    )
+    blocks, ended = (statistics.median(times["beside"][what] for times in results) for what in ("blocks", "ended"))
+    print(
+        f"medians of {len(results)} rounds: a save that is waited for adds {waited:.2f} s to {none:.2f} s, "
+        f"one beside the steps {beside:.2f} s: ratio {beside / waited:.3f}"
+    )
+    print(f"of these it stops them for {blocks:.2f} s (ratio {blocks / waited:.3f}); it has ended after {ended:.2f} s")
+    return beside / waited
 
 
 def main() -> int:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import mmap
+import os
+import random
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -92,3 +97,33 @@ def test_a_snapshot_is_one_stretch_of_memory_that_is_used_again(saved: Path) -> 
     again = list(memory.take({"a": entry})["a"].parts.values())
     assert again[0].data_ptr() == first[0].data_ptr()
     assert [len(stretch) for stretch in files._joined([live[:1], live[2:], torch.ones(3)])] == [6, 12, 3]
+
+
+@pytest.mark.parametrize("folder", ["disk", "memory"])
+@pytest.mark.parametrize("first", [0, 1, 4096, 5000])
+@pytest.mark.parametrize("size", [1, 4095, 4096, 3 * 4096 + 7])
+def test_what_is_aligned_goes_past_the_page_cache_and_all_arrives(
+    folder: str, first: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces that begin and end anywhere, one after the other into one file, also where a file system cannot do it."""
+    memory = mmap.mmap(-1, 1 << 16)
+    memory[:] = random.Random(0).randbytes(1 << 16)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    write, ways = os.write, []
+
+    def noted(descriptor: int, part: memoryview) -> int:
+        ways.append((len(part), bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)))
+        return write(descriptor, part)
+
+    monkeypatch.setattr(os, "write", noted)
+    pieces = [(0, first), (8192, size), (4096 * 7, 4096 * 2), (3, 4096)]
+    base = tmp_path if folder == "disk" or not os.path.isdir("/dev/shm") else Path("/dev/shm")
+    with tempfile.NamedTemporaryFile(dir=base, buffering=0) as stream:
+        for start, length in pieces:
+            part = tensor[start : start + length]
+            files._write_all(stream.fileno(), files._bytes_of(part), part.data_ptr())
+        os.fsync(stream.fileno())
+        written = Path(stream.name).read_bytes()
+    assert written == b"".join(memory[start : start + length] for start, length in pieces)
+    if folder == "disk" and first % 4096 == 0 and size >= 4096:
+        assert (size // 4096 * 4096, True) in ways, "nothing went past the page cache"
