@@ -5,73 +5,28 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import re
-import shutil
 import subprocess
 import sys
-import venv
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from packaging.requirements import Requirement
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "convert"))
+from environments import environment
 from made_up import VOCABULARY, make_checkpoint, model_shape
 
 OLD = "4.52.4"
-CACHE = Path(sys.prefix) / "share" / "refusion-tests"
-
-
-def _closure(names: list[str]) -> dict[str, importlib.metadata.Distribution]:
-    """Installed distributions of these names and of everything that they require, by normal name."""
-    found: dict[str, importlib.metadata.Distribution] = {}
-    while names:
-        name = re.sub(r"[-_.]+", "-", names.pop()).lower()
-        if name in found:
-            continue
-        try:
-            found[name] = importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        for text in found[name].requires or []:
-            required = Requirement(text)
-            if required.marker is None or required.marker.evaluate({"extra": ""}):
-                names.append(required.name)
-    return found
 
 
 def _environment(version: str | None) -> Path:
-    """Python of an environment with this version of transformers (None: the installed one); made once, then kept.
-
-    Packages are links to those of this environment, except transformers of another version and what it needs.
-    """
-    name = f"transformers-{version or importlib.metadata.version('transformers')}"
-    folder, python = CACHE / name, CACHE / name / "bin" / "python"
-    if python.exists():
-        return python
-    aside = CACHE / f"{name}.{os.getpid()}"
-    shutil.rmtree(aside, ignore_errors=True)
-    venv.create(aside, with_pip=False)
-    site = next(aside.glob("lib/python*/site-packages"))
-    without = {"transformers", "tokenizers", "huggingface-hub"} if version else set()
-    for name, distribution in _closure(["torch", "transformers"] if version is None else ["torch", "pyyaml", "regex",
-                                        "tqdm", "requests", "safetensors", "packaging"]).items():  # fmt: skip
-        if name in without:
-            continue
-        for top in {file.parts[0] for file in distribution.files or [] if not file.parts[0].startswith("..")}:
-            source = Path(str(distribution.locate_file(top)))
-            if source.exists() and top != "__pycache__" and not (site / top).exists():
-                (site / top).symlink_to(source)
-    if version is not None:
-        pip = [sys.executable, "-m", "pip", "--python", str(aside / "bin" / "python"), "install", "--quiet"]
-        done = subprocess.run([*pip, f"transformers=={version}"], capture_output=True, text=True, timeout=600)
-        if done.returncode:
-            shutil.rmtree(aside)
-            pytest.skip(f"transformers {version} cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
-    os.rename(aside, folder)
-    return python
+    """Python of an environment with this version of transformers; None: the installed one."""
+    if version is None:
+        return environment(f"transformers-{importlib.metadata.version('transformers')}", ["torch", "transformers"], [])
+    linked = ["torch", "pyyaml", "regex", "tqdm", "requests", "safetensors", "packaging"]
+    without = ("transformers", "tokenizers", "huggingface-hub")
+    return environment(f"transformers-{version}", linked, [f"transformers=={version}"], without)
 
 
 _SCRIPT = """
