@@ -136,6 +136,7 @@ def test_a_dataset_that_changes_is_never_mixed(site: Site, tmp_path: Path) -> No
     with pytest.raises(DataError, match="another one by now"):
         dataset.block(1)
     assert read(opened(site, tmp_path)) == local(site)  # the new one, whose blocks have the same names and numbers
+    assert len({file.parent for file in cached(tmp_path)}) == 2
 
 
 def test_a_server_without_ranges(site: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
