@@ -12,7 +12,7 @@ import math
 import os
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from refusion_train import layouts
 from refusion_train.errors import ConfigError
@@ -26,6 +26,7 @@ RESUME = ("auto", "none")
 ON_ERROR = ("stop", "skip")
 NEW_ROWS = ("mean", "eos", "random")
 LINEAR = ("torch", "transformer_engine")
+T = TypeVar("T")
 
 
 @dataclass
@@ -192,22 +193,35 @@ def load(path: str | os.PathLike[str] | None, overrides: list[str] | None = None
 
     Raises ConfigError, naming the nearest right key, for an unknown key, and for a value of the wrong type.
     """
+    config = build(Config, None if path is None else find_config(path), overrides or [])
+    if config.data.train is not None:
+        from refusion_train.sources import sources_of
+
+        sources_of(config)
+    return config
+
+
+def build(schema: type[T], file: Path | None, overrides: list[str]) -> T:
+    """An object of the dataclass `schema` from its defaults, a YAML file and `key=value` words.
+
+    Raises ConfigError, naming the nearest right key, for an unknown key, and for a value of the wrong type.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     layers: list[tuple[str, Any]] = []
-    if path is not None:
-        layers.append((str(path), _read_yaml(find_config(path))))
-    for word in overrides or []:
+    if file is not None:
+        layers.append((str(file), _read_yaml(file, schema)))
+    for word in overrides:
         if "=" not in word or word.startswith("="):
             raise ConfigError(f"'{word}' is not an override; write key=value, for example train.lr=1e-4")
         try:
             layers.append((f"command line: {word}", OmegaConf.from_dotlist([word])))
         except Exception as error:
             raise ConfigError(f"cannot read the override '{word}': {_first_line(error)}") from None
-    merged = OmegaConf.structured(Config)
+    merged = OmegaConf.structured(schema)
     for source, layer in layers:
-        _check_keys(OmegaConf.to_container(layer, resolve=False), Config, source)
+        _check_keys(OmegaConf.to_container(layer, resolve=False), schema, source, schema)
         try:
             merged = OmegaConf.merge(merged, layer)
         except OmegaConfBaseException as error:
@@ -216,49 +230,45 @@ def load(path: str | os.PathLike[str] | None, overrides: list[str] | None = None
         except TypeError:
             raise ConfigError(f"{source}: a part of a list cannot be set alone; give the list as a whole") from None
     try:
-        config = OmegaConf.to_object(merged)
+        built = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{getattr(error, 'full_key', '?')}: {_first_line(error)}") from None
-    assert isinstance(config, Config), "OmegaConf returned something that is not our Config"
-    if config.data.train is not None:
-        from refusion_train.sources import sources_of
-
-        sources_of(config)
-    return config
+    assert isinstance(built, schema), "OmegaConf returned something that is not of our schema"
+    return built
 
 
-def find_config(path: str | os.PathLike[str]) -> Path:
+def find_config(path: str | os.PathLike[str], section: str = "", kind: str = "configuration") -> Path:
     """The YAML file that `path` names: a file, or one shipped with the package (`demo`, `demo.yaml`).
 
-    Raises ConfigError when there is none.
+    section: the folder of those shipped; kind: what an error calls them. Raises ConfigError when there is none.
     """
     given = Path(path)
     if given.is_file():
         return given
-    shipped = shipped_configs()
+    shipped = shipped_configs(section)
     for name in (str(given), f"{given}.yaml"):
         if name in shipped:
             return shipped[name]
-    raise ConfigError(f"no configuration file '{path}'; shipped ones: {', '.join(sorted(shipped)) or 'none'}")
+    raise ConfigError(f"no {kind} file '{path}'; shipped ones: {', '.join(sorted(shipped)) or 'none'}")
 
 
-def shipped_configs() -> dict[str, Path]:
+def shipped_configs(section: str = "") -> dict[str, Path]:
     """Names (relative, with suffix) and paths of the configurations that come with the package."""
     here = Path(__file__).resolve().parent
-    for folder in (here / "configs", here.parent / "configs"):
+    for folder in (here / "configs" / section, here.parent / "configs" / section):
         if folder.is_dir():
             return {str(file.relative_to(folder)): file for file in sorted(folder.glob("*.yaml"))}
     return {}
 
 
-def to_yaml(config: Config) -> str:
-    """The resolved configuration as YAML, keys in the order of declaration."""
+def to_yaml(config: Any) -> str:
+    """The resolved configuration (or another object of a schema) as YAML, keys in the order of declaration."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def _read_yaml(path: Path) -> Any:
+def _read_yaml(path: Path, schema: type) -> Any:
     from omegaconf import OmegaConf
 
     try:
@@ -266,16 +276,17 @@ def _read_yaml(path: Path) -> Any:
     except Exception as error:
         raise ConfigError(f"{path}: not a readable YAML file: {_first_line(error)}") from None
     if not OmegaConf.is_dict(layer):
-        raise ConfigError(f"{path}: the top level must be a mapping of keys such as run_dir, model, train")
+        some = ", ".join([field.name for field in fields(schema) if field.name != "seed"][:3])
+        raise ConfigError(f"{path}: the top level must be a mapping of keys such as {some}")
     return layer
 
 
-def _check_keys(layer: Any, schema: type, source: str, prefix: str = "") -> None:
+def _check_keys(layer: Any, schema: type, source: str, root: type, prefix: str = "") -> None:
     """Refuse keys that the schema does not have, naming the nearest right one."""
     hints = get_type_hints(schema)
     for key, value in layer.items():
         if key not in hints:
-            raise ConfigError(f"{source}: unknown key '{prefix}{key}'{_nearest(prefix, str(key), schema)}")
+            raise ConfigError(f"{source}: unknown key '{prefix}{key}'{_nearest(prefix, str(key), schema, root)}")
         inner = hints[key]
         if is_dataclass(inner):
             if not isinstance(value, dict):
@@ -283,15 +294,15 @@ def _check_keys(layer: Any, schema: type, source: str, prefix: str = "") -> None
                     f"{source}: '{prefix}{key}' is a section; give its keys, for example "
                     f"{prefix}{key}.{fields(inner)[0].name}=..."
                 )
-            _check_keys(value, inner, source, f"{prefix}{key}.")  # type: ignore[arg-type]
+            _check_keys(value, inner, source, root, f"{prefix}{key}.")  # type: ignore[arg-type]
 
 
-def _nearest(prefix: str, key: str, schema: type) -> str:
+def _nearest(prefix: str, key: str, schema: type, root: type) -> str:
     """' (did you mean ...?)' for a mistyped key; looks in its own section first, then everywhere."""
     own = difflib.get_close_matches(key, [f.name for f in fields(schema)], n=1, cutoff=0.6)  # type: ignore[arg-type]
     if own:
         return f"; did you mean '{prefix}{own[0]}'?"
-    everywhere = all_keys()
+    everywhere = all_keys(root)
     same_name = [name for name in everywhere if name.rsplit(".", 1)[-1] == key]
     near = same_name or difflib.get_close_matches(f"{prefix}{key}", everywhere, n=1, cutoff=0.5)
     if near:
