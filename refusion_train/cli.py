@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Optional
 
 import typer
 
-from refusion_train import __version__
+from refusion_train import __version__, cli_slurm
 from refusion_train.cli_data import data_app
 from refusion_train.errors import ConfigError, RefusionError
 
@@ -28,6 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(data_app, name="data")
+app.command()(cli_slurm.submit)
+app.command()(cli_slurm.status)
 
 _DEBUG = False
 
@@ -222,7 +224,7 @@ def generate(
     folder: Annotated[Path, typer.Argument(help="A Hugging Face folder written by export.", show_default=False)],
     prompt: Annotated[Optional[str], typer.Option(help="Text to continue.")] = None,  # noqa: UP045
     prompt_file: Annotated[Optional[str], typer.Option(help="A file that holds it; - for standard input.")] = None,  # noqa: UP045
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    max_new_tokens: Annotated[Optional[int], typer.Option(min=1, help="Default: 128, if so many fit.")] = None,  # noqa: UP045
     slot_size: Annotated[Optional[int], typer.Option(min=1, help="Tokens per slot.")] = None,  # noqa: UP045
     num_blocks: Annotated[Optional[int], typer.Option(min=1, help="Serial blocks of the response.")] = None,  # noqa: UP045
     slot_threshold: Annotated[Optional[float], typer.Option(help="Confidence to start a slot.")] = None,  # noqa: UP045

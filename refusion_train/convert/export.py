@@ -40,7 +40,9 @@ DTYPES = {
     "float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
     "float16": torch.float16, "fp16": torch.float16,
 }  # fmt: skip
-_CODE = ("modeling_refusion.py", "decoding.py", "runner.py", "cache.py", "likelihood.py", "corruption.py")
+_CODE = (
+    "modeling_refusion.py", "decoding.py", "baselines.py", "runner.py", "cache.py", "likelihood.py", "corruption.py"
+)  # fmt: skip
 _SHARD_BYTES = 5 * 10**9
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 

@@ -24,7 +24,7 @@ _OPEN = "░"  # one for each token that is not decided yet
 def generate_text(
     hf_dir: str,
     prompt: str,
-    max_new_tokens: int = 128,
+    max_new_tokens: int | None = None,
     *,
     stream: bool = False,
     device: str | None = None,
@@ -34,7 +34,7 @@ def generate_text(
     """Continue `prompt` with the model in `hf_dir`, print prompt and continuation, and return the continuation.
 
     stream: show the response after every forward: in place on a terminal, else as a line each. device: default cuda
-    if there is one. options: those of the model's `generate`. What it cost goes to stderr.
+    if there is one. max_new_tokens and options: those of the model's `generate`. What it cost goes to stderr.
     Raises DataError for a folder that cannot be used and ConfigError for options that do not suit it.
     """
     console = console or Console(highlight=False, soft_wrap=True)

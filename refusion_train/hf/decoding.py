@@ -1,9 +1,9 @@
-"""Turning a prompt into a response: slots (plan, verify, infill), left to right, and masked diffusion.
+"""Turning a prompt into a response by slots: plan, verify, infill; and what every decoder is given and gives.
 
-Each decoder is a generator that knows tokens and slots but no model: it yields a `Query` (what to run through
-the model), is sent a `Prediction`, and keeps or drops keys through `cache.commit`. So the logic is testable
-without a model, every forward is counted at one place (runner.decode), and several sequences can be advanced in
-step.
+A decoder is a generator that knows tokens and slots but no model: it yields a `Query` (what to run through the
+model) or `Rows` (more of what the last forward says), is sent a `Prediction`, and keeps or drops keys through
+`cache.commit`. So the logic is testable without a model, every forward is counted at one place (runner.decode),
+and several sequences are advanced in step.
 
 Source: arXiv 2512.13586, section 3, with the corrections described in the documentation of the objective.
 This file is copied into every exported folder: it imports nothing but its neighbour.
@@ -11,6 +11,7 @@ This file is copied into every exported folder: it imports nothing but its neigh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -21,6 +22,8 @@ DECODINGS = ("plan_and_infill", "left_to_right", "mdm")
 CORRECTIONS = ("ar", "redraft")
 # Confidences that differ by less are equal.
 EQUAL = 1e-6
+_WHOLE = {"max_new_tokens": 1, "slot_size": 1, "num_blocks": 1, "seed": 0, "steps": 1}  # least value of each
+_SHARES = ("slot_threshold", "token_threshold", "confidence_threshold", "top_p")
 
 
 @dataclass
@@ -50,39 +53,66 @@ class Settings:
     seed: int = 0
     # mdm: forwards over the whole response; None: one for each token.
     steps: int | None = None
+    # mdm: instead of a number of forwards, every forward decides all tokens that are surer than this (or the surest).
+    confidence_threshold: float | None = None
+
+    @property
+    def unit(self) -> int:
+        """What the length of the response region is a multiple of."""
+        return self.slot_size if self.decoding == "plan_and_infill" else 1
 
     @property
     def region(self) -> int:
         """Length of the response region: max_new_tokens rounded up to whole slots (slots only)."""
-        if self.decoding != "plan_and_infill":
-            return self.max_new_tokens
-        return -(-self.max_new_tokens // self.slot_size) * self.slot_size
+        return -(-self.max_new_tokens // self.unit) * self.unit
 
     def validate(self) -> None:
         """Raise ValueError, naming the option and a remedy, for values that cannot work."""
         _one_of("decoding", self.decoding, DECODINGS)
         _one_of("correction", self.correction, CORRECTIONS)
-        for name in ("max_new_tokens", "slot_size", "num_blocks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise ValueError(f"temperature={self.temperature} must be at least 0 and top_p={self.top_p} in (0, 1]")
-        if self.decoding == "left_to_right":
-            return
-        unit = self.slot_size if self.decoding == "plan_and_infill" else 1
-        if self.region % (self.num_blocks * unit):
+        for name, least in _WHOLE.items():
+            value = getattr(self, name)
+            if name == "steps" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+        for name in ("temperature", *_SHARES):
+            value = getattr(self, name)
+            if name == "confidence_threshold" and value is None:
+                continue
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
+                raise ValueError(f"{name}={value!r} must be a number of at least 0")
+            if name in _SHARES and (value > 1 or (name == "top_p" and value == 0)):
+                raise ValueError(f"{name}={value!r} must be in {'(0' if name == 'top_p' else '[0'}, 1]")
+        if self.decoding != "left_to_right":
+            self._validate_blocks()
+
+    def _validate_blocks(self) -> None:
+        if self.region % (self.num_blocks * self.unit):
             raise ValueError(
                 f"a response region of {self.region} tokens (max_new_tokens={self.max_new_tokens}) cannot be cut into "
-                f"num_blocks={self.num_blocks} blocks of whole slots (slot_size={unit}); "
-                f"make max_new_tokens a multiple of {self.num_blocks * unit}, or change num_blocks"
+                f"num_blocks={self.num_blocks} blocks of whole slots (slot_size={self.unit}); "
+                f"make max_new_tokens a multiple of {self.num_blocks * self.unit}, or change num_blocks"
             )
-        if self.decoding == "mdm" and self.steps is not None:
-            block = self.region // self.num_blocks
-            if self.steps % self.num_blocks or not 1 <= self.steps // self.num_blocks <= block:
-                raise ValueError(
-                    f"steps={self.steps} must be a multiple of num_blocks={self.num_blocks} and at most "
-                    f"max_new_tokens={self.max_new_tokens}"
-                )
+        if self.decoding != "mdm" or self.steps is None:
+            return
+        if self.confidence_threshold is not None:
+            raise ValueError(
+                f"steps={self.steps} and confidence_threshold={self.confidence_threshold} both say how many "
+                "tokens a forward decides; leave one of them out"
+            )
+        if self.steps % self.num_blocks or self.steps > self.region:
+            raise ValueError(
+                f"steps={self.steps} must be a multiple of num_blocks={self.num_blocks} and at most "
+                f"max_new_tokens={self.max_new_tokens}"
+            )
+
+
+@dataclass
+class Rows:
+    """Rows of the last query whose prediction is wanted too: they cost the head, and no forward."""
+
+    wanted: list[int]
 
 
 @dataclass
@@ -90,11 +120,11 @@ class Prediction:
     """What the model says at the wanted rows of a query; plain lists, one transfer from the device."""
 
     tokens: list[int]  # argmax (or a sample) without the mask token
-    probabilities: list[float]  # of these tokens
+    probabilities: list[float]  # of these tokens; 0 if the query did not ask
     targets: list[float]  # probabilities of the query's targets; 0 where none was given
 
 
-Steps = Generator[Query, Prediction, None]
+Steps = Generator[Query | Rows, Prediction, None]
 
 
 class Cache(Protocol):
@@ -119,7 +149,10 @@ class _Draft:
     slot: int
     tokens: list[int]
     accepted: int = 1
-    # What the last verifying forward predicts after each token.
+    # Infill: scratch place of its first token, and how many leading tokens have their right keys there already.
+    place: int = 0
+    kept: int = 0
+    # What the last verifying forward predicts after each token from `kept` on.
     predicted: list[int] = field(default_factory=list)
     # Infill: a forward of this slot's own run has seen the final tokens, so that its keys are right.
     seen: bool = False
@@ -148,17 +181,13 @@ class SlotDecoder:
     def steps(self) -> Steps:
         """Yield the forwards of the whole response; afterwards `tokens` is decided up to `end`."""
         settings = self.settings
-        if self.prompt:
-            wanted = [len(self.prompt) - 1] if settings.first_from_ar else []
-            seen = yield Query(self.prompt, list(range(len(self.prompt))), wanted=wanted)
-            self.cache.commit(len(self.prompt))
-            if wanted:
-                self._ahead[0] = (seen.tokens[0], seen.probabilities[0])
         per_block = settings.region // settings.slot_size // settings.num_blocks
+        prompt = self.prompt
         for block in range(settings.num_blocks):
             pool = self._before_end(range(block * per_block, (block + 1) * per_block))
             while pool:
-                drafts = yield from self._plan(pool)
+                drafts = yield from self._plan(pool, prompt)
+                prompt = []
                 run = yield from self._verify(drafts)
                 if not run:
                     run = yield from self._infill(drafts)
@@ -168,34 +197,50 @@ class SlotDecoder:
 
     # ------------------------------------------------------------------------------------------------------- phases
 
-    def _plan(self, pool: list[int]) -> Generator[Query, Prediction, list[_Draft]]:
-        """Draft every slot of the pool from masks; returns the chosen slots' drafts in position order."""
-        size, mask = self.settings.slot_size, self.settings.mask_id
-        positions = [position for slot in pool for position in self._positions(slot, size)]
-        seen = yield Query([mask] * len(positions), positions)
-        drafts, sure = [], []
-        for row, slot in enumerate(pool):
-            tokens = seen.tokens[row * size : (row + 1) * size]
-            confidence = seen.probabilities[row * size]
-            if slot in self._ahead and self._ahead[slot][1] > confidence:
-                tokens[0], confidence = self._ahead[slot]
-            drafts.append(_Draft(slot, tokens))
-            sure.append(confidence)
-        chosen = [draft for draft, value in zip(drafts, sure, strict=True) if value > self.settings.slot_threshold]
-        if not chosen:
-            # The first among equals: without a prompt all slots look alike, and rounding must not choose.
-            chosen = [next(d for d, value in zip(drafts, sure, strict=True) if value >= max(sure) - EQUAL)]
-        for index, draft in enumerate(chosen):
-            self._accept(draft, 1)
-            if self._ended(draft):
-                # Whatever becomes of this slot, those behind its end token are not kept in this iteration.
-                return chosen[: index + 1]
-        return chosen
+    def _plan(self, pool: list[int], prompt: list[int]) -> Generator[Query | Rows, Prediction, list[_Draft]]:
+        """Choose slots of the pool by their first tokens, and draft them from masks; in position order.
 
-    def _verify(self, drafts: list[_Draft]) -> Generator[Query, Prediction, list[_Draft]]:
+        prompt: what is not committed yet, of the first plan; the masks stand behind it in the same forward.
+        """
+        size, before, mask = self.settings.slot_size, len(prompt), self.settings.mask_id
+        positions = [position for slot in pool for position in self._positions(slot)]
+        firsts = list(range(before, before + len(positions), size))
+        # The rows of the prompt's last token and of every slot's first: the head is large, and most slots must wait.
+        ahead = [before - 1] if prompt and self.settings.first_from_ar else []
+        tokens = [*prompt, *([mask] * len(positions))]
+        seen = yield Query(tokens, [*range(before), *positions], wanted=ahead + firsts)
+        self.cache.commit(before)
+        if ahead:
+            self._ahead[0] = (seen.tokens[0], seen.probabilities[0])
+        best = list(zip(seen.tokens[len(ahead) :], seen.probabilities[len(ahead) :], strict=True))
+        for row, slot in enumerate(pool):
+            if slot in self._ahead and self._ahead[slot][1] > best[row][1]:
+                best[row] = self._ahead[slot]
+        chosen = self._choose([probability for _, probability in best])
+        for count, row in enumerate(chosen, 1):
+            if best[row][0] in self.settings.end_ids:
+                # Whatever becomes of this slot, those behind its end token are not kept in this iteration.
+                chosen = chosen[:count]
+        rest = [firsts[row] + index for row in chosen for index in range(1, size)]
+        drafted = (yield Rows(rest)).tokens if rest else []
+        drafts = [
+            _Draft(pool[row], [best[row][0], *drafted[number * (size - 1) : (number + 1) * (size - 1)]])
+            for number, row in enumerate(chosen)
+        ]
+        for number, draft in enumerate(drafts):
+            draft.place = number * size
+            self._accept(draft, 1)
+        return drafts
+
+    def _choose(self, sure: list[float]) -> list[int]:
+        """Numbers of the slots with these confidences that are to be drafted."""
+        chosen = [row for row, value in enumerate(sure) if value > self.settings.slot_threshold]
+        # The first among equals: without a prompt all slots look alike, and rounding must not choose.
+        return chosen or [next(row for row, value in enumerate(sure) if value >= max(sure) - EQUAL)]
+
+    def _verify(self, drafts: list[_Draft]) -> Generator[Query | Rows, Prediction, list[_Draft]]:
         """One causal pass over all drafts; returns the leading run of wholly accepted ones (may be empty)."""
-        seen = yield self._query(drafts, [sum(len(draft.tokens) for draft in drafts)], [0])
-        self._judge(drafts, seen)
+        self._judge(drafts, (yield self._together(drafts)))
         run: list[_Draft] = []
         for draft in drafts:
             if not draft.whole:
@@ -205,74 +250,100 @@ class SlotDecoder:
                 break
         return run
 
-    def _infill(self, drafts: list[_Draft]) -> Generator[Query, Prediction, list[_Draft]]:
+    def _infill(self, drafts: list[_Draft]) -> Generator[Query | Rows, Prediction, list[_Draft]]:
         """Complete all drafts side by side, each behind the committed cache only; returns those up to the end token.
 
         A slot is done when a forward has seen its final tokens. Every slot keeps its own scratch places in every
-        round, so that afterwards the keys of all slots stand in position order without being moved.
+        round, so that afterwards the keys of all slots stand in position order without being moved, and the keys of
+        an accepted prefix are not computed again.
         """
-        place = {draft.slot: index * self.settings.slot_size for index, draft in enumerate(drafts)}
+        # The first draft has seen itself only in the verifying pass, as it will here.
+        drafts[0].kept = drafts[0].accepted
         while True:
             drafts = self._until_end(drafts)
             rejected = [draft for draft in drafts if not draft.whole]
             if self.settings.correction == "ar":
                 for draft in rejected:
-                    self._replace(draft, draft.predicted[draft.accepted - 1 : -1])
+                    self._replace(draft, draft.predicted[draft.accepted - len(draft.tokens) - 1 : -1])
             elif rejected:
-                yield from self._redraft(rejected, place)
+                yield from self._redraft(rejected)
             drafts = self._until_end(drafts)
             unseen = [draft for draft in drafts if not draft.seen]
             if not unseen:
                 break
-            lengths, starts = [len(draft.tokens) for draft in unseen], [place[draft.slot] for draft in unseen]
-            self._judge(unseen, (yield self._query(unseen, lengths, starts)))
+            self._judge(unseen, (yield self._apart(unseen)))
             for draft in unseen:
-                draft.seen = draft.whole
+                draft.seen, draft.kept = draft.whole, draft.accepted
         if self.settings.exact_kv and len(drafts) > 1:
-            self._judge(drafts, (yield self._query(drafts, [sum(len(draft.tokens) for draft in drafts)], [0])))
+            for draft in drafts:
+                draft.kept = 0
+            self._judge(drafts, (yield self._together(drafts)))
         return drafts
 
-    def _redraft(self, drafts: list[_Draft], place: dict[int, int]) -> Steps:
+    def _redraft(self, drafts: list[_Draft]) -> Steps:
         """Predict the rest of each slot from masks behind its accepted prefix; the first of these is accepted."""
         mask, size = self.settings.mask_id, self.settings.slot_size
-        tokens = [token for d in drafts for token in d.tokens[: d.accepted] + [mask] * (size - d.accepted)]
-        positions = [position for d in drafts for position in self._positions(d.slot, size)]
-        wanted = [size * i + j for i, d in enumerate(drafts) for j in range(d.accepted, size)]
-        starts = [place[d.slot] for d in drafts]
-        seen = yield Query(tokens, positions, [size] * len(drafts), starts, wanted=wanted)
-        row = 0
+        rows = [d.tokens[d.kept : d.accepted] + [mask] * (size - d.accepted) for d in drafts]
+        query = self._side_by_side(drafts, rows)
+        query.wanted, first = [], 0
+        for draft, row in zip(drafts, rows, strict=True):
+            query.wanted += range(first + draft.accepted - draft.kept, first + len(row))
+            first += len(row)
+        seen, row = (yield query), 0
         for draft in drafts:
+            draft.kept = draft.accepted
             count = size - draft.accepted
             self._replace(draft, seen.tokens[row : row + count])
             row += count
 
+    # ------------------------------------------------------------------------------------------------------- queries
+
+    def _positions(self, slot: int) -> range:
+        """Positions in the document of the tokens of a slot."""
+        first = len(self.prompt) + slot * self.settings.slot_size
+        return range(first, first + self.settings.slot_size)
+
+    def _together(self, drafts: list[_Draft]) -> Query:
+        """A verifying forward in which every draft sees those before it; a token's target is the next of its slot."""
+        tokens = [token for draft in drafts for token in draft.tokens]
+        positions = [p for d in drafts for p in self._positions(d.slot)[: len(d.tokens)]]
+        return Query(tokens, positions, targets=self._targets(drafts))
+
+    def _apart(self, drafts: list[_Draft]) -> Query:
+        """A verifying forward of what is not kept of each draft, each behind its own kept tokens only."""
+        query = self._side_by_side(drafts, [draft.tokens[draft.kept :] for draft in drafts])
+        query.targets = self._targets(drafts)
+        return query
+
+    def _targets(self, drafts: list[_Draft]) -> list[int]:
+        return [token for draft in drafts for token in [*draft.tokens[draft.kept + 1 :], NO_TARGET]]
+
+    def _side_by_side(self, drafts: list[_Draft], rows: list[list[int]]) -> Query:
+        """`rows` of tokens behind the kept tokens of each draft."""
+        positions = [
+            position
+            for draft, row in zip(drafts, rows, strict=True)
+            for position in self._positions(draft.slot)[draft.kept : draft.kept + len(row)]
+        ]
+        starts, origins = [draft.place + draft.kept for draft in drafts], [draft.place for draft in drafts]
+        return Query([token for row in rows for token in row], positions, [len(row) for row in rows], starts, origins)
+
     # ------------------------------------------------------------------------------------------------------- helpers
 
-    def _positions(self, slot: int, count: int) -> range:
-        """Positions in the document of the first `count` tokens of a slot."""
-        first = len(self.prompt) + slot * self.settings.slot_size
-        return range(first, first + count)
-
-    def _query(self, drafts: list[_Draft], runs: list[int], starts: list[int]) -> Query:
-        """A verifying forward: every token's target is the next one of its own slot."""
-        tokens = [token for draft in drafts for token in draft.tokens]
-        positions = [p for draft in drafts for p in self._positions(draft.slot, len(draft.tokens))]
-        targets = [token for draft in drafts for token in [*draft.tokens[1:], NO_TARGET]]
-        return Query(tokens, positions, runs, starts, targets)
-
     def _judge(self, drafts: list[_Draft], seen: Prediction) -> None:
-        """Extend the accepted prefixes by what a verifying forward over exactly these drafts says."""
+        """Extend the accepted prefixes by what a verifying forward over what is not kept of these drafts says."""
         row = 0
         for draft in drafts:
             count = len(draft.tokens)
-            draft.predicted = seen.tokens[row : row + count]
+            before = row - draft.kept  # row of a token is this and its place in the slot
+            draft.predicted = seen.tokens[row : before + count]
             accepted = draft.accepted
-            while accepted < count and seen.targets[row + accepted - 1] > self.settings.token_threshold:
+            while accepted < count and seen.targets[before + accepted - 1] > self.settings.token_threshold:
                 accepted += 1
             self._accept(draft, accepted)
-            last = row + len(draft.tokens) - 1
+            last = before + len(draft.tokens) - 1
             draft.following = (seen.tokens[last], seen.probabilities[last])
-            row += count
+            row = before + count
 
     def _replace(self, draft: _Draft, tokens: list[int]) -> None:
         """Put `tokens` behind the accepted prefix; the first of them is thereby accepted."""
@@ -318,82 +389,6 @@ class SlotDecoder:
             self._show(draft)
             if self.settings.first_from_ar:
                 self._ahead[draft.slot + 1] = draft.following
-
-
-class LeftToRightDecoder:
-    """One token after the other with a cache: what any causal language model does."""
-
-    def __init__(self, prompt: list[int], settings: Settings, cache: Cache) -> None:
-        if not prompt:
-            raise ValueError("decoding left to right needs a prompt of at least one token, for example the begin token")
-        self.prompt = prompt
-        self.settings = settings
-        self.cache = cache
-        self.tokens = [settings.mask_id] * settings.region
-        self.end: int | None = None
-
-    def steps(self) -> Steps:
-        """Yield one forward for each token; the first is the prompt's."""
-        count = len(self.prompt)
-        seen = yield Query(self.prompt, list(range(count)), wanted=[count - 1])
-        self.cache.commit(count)
-        for offset in range(self.settings.region):
-            token = seen.tokens[0]
-            self.tokens[offset] = token
-            if token in self.settings.end_ids:
-                self.end = offset
-                return
-            if offset + 1 < self.settings.region:
-                seen = yield Query([token], [count + offset])
-                self.cache.commit(1)
-
-
-class DiffusionDecoder:
-    """Masked diffusion with low-confidence remasking, block by block, as in LLaDA (arXiv 2502.09992).
-
-    Attention is bidirectional, so nothing can be cached: every forward reads the prompt and the whole region. When
-    an end token is decided the region ends there, as documents do in training.
-    """
-
-    def __init__(self, prompt: list[int], settings: Settings, cache: Cache) -> None:
-        self.prompt = prompt
-        self.settings = settings
-        self.tokens = [settings.mask_id] * settings.region
-        self.end: int | None = None
-
-    def steps(self) -> Steps:
-        """Yield the forwards; each decides the surest masked tokens of the current block."""
-        block = self.settings.region // self.settings.num_blocks
-        forwards = (self.settings.steps or self.settings.region) // self.settings.num_blocks
-        for first in range(0, self.settings.region, block):
-            for step in range(forwards):
-                masked = self._masked(first, first + block)
-                if not masked:
-                    break
-                # The first forwards decide one more where the block does not divide evenly.
-                count = block // forwards + (step < block % forwards)
-                yield from self._decide(masked, count)
-
-    def _masked(self, first: int, stop: int) -> list[int]:
-        """Offsets of a block that are undecided and not behind the end token."""
-        stop = stop if self.end is None else min(stop, self.end)
-        return [offset for offset in range(first, stop) if self.tokens[offset] == self.settings.mask_id]
-
-    def _decide(self, masked: list[int], count: int) -> Steps:
-        region = self.tokens if self.end is None else self.tokens[: self.end + 1]
-        before = len(self.prompt)
-        length = before + len(region)
-        wanted = [before + offset for offset in masked]
-        seen = yield Query([*self.prompt, *region], list(range(length)), wanted=wanted, bidirectional=True)
-        # Confidences as whole multiples of EQUAL: sorting is stable, so the first among equals wins.
-        surest = sorted(range(len(masked)), key=lambda row: -round(seen.probabilities[row] / EQUAL))[:count]
-        for row in surest:
-            self.tokens[masked[row]] = seen.tokens[row]
-            if seen.tokens[row] in self.settings.end_ids:
-                self.end = masked[row] if self.end is None else min(self.end, masked[row])
-
-
-DECODERS = {"plan_and_infill": SlotDecoder, "left_to_right": LeftToRightDecoder, "mdm": DiffusionDecoder}
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -26,9 +26,12 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import ModelOutput
 
-from .cache import KeyValueCache  # noqa: F401 - transformers before 5 copies only what this file imports itself
+# transformers before 5 copies only what this file imports itself: all neighbours are named here.
+from .baselines import LeftToRightDecoder  # noqa: F401
+from .cache import KeyValueCache  # noqa: F401
 from .corruption import Masking
 from .decoding import Settings
 from .likelihood import Likelihood, likelihood
@@ -125,10 +128,11 @@ class SlotGeneration:
     ) -> Tensor | ReFusionOutput:
         """Continue each row of `input_ids` [batch, tokens]; returns prompts and responses [batch, longest].
 
-        attention_mask [batch, tokens]: 0 at padding (on either side); rows do not influence each other.
+        attention_mask [batch, tokens]: 0 at padding (on either side); rows are decoded together, each for itself.
         options: those of `Settings` (decoding, max_new_tokens, slot_size, num_blocks, slot_threshold, token_threshold,
-        correction, exact_kv, first_from_ar, temperature, top_p, seed, steps) and, as in transformers, max_length,
-        do_sample, eos_token_id, pad_token_id. What is not given is taken from the generation configuration.
+        correction, exact_kv, first_from_ar, temperature, top_p, seed, steps, confidence_threshold) and, as in
+        transformers, max_length, do_sample, eos_token_id, pad_token_id. What is not given is taken from the generation
+        configuration; a max_new_tokens of there is shortened to the positions that the model has.
         streamer: put/end as in transformers, fed with the tokens that stand without a gap behind the prompt (batch of
         one). stopping_criteria, stop_strings (these need `tokenizer`): as in transformers; they are asked for every
         prefix of the responses, and these are cut there. on_update: called after every forward with an `Update`, the
@@ -143,15 +147,15 @@ class SlotGeneration:
         if streamer is not None and (stopping_criteria or stop_strings):
             raise ValueError("a streamer shows tokens before stopping_criteria are asked; leave one of them out")
         defaults = generation_config if generation_config is not None else self.generation_config  # type: ignore[attr-defined]
-        settings, pad_id = _resolve(self.config, defaults, ids.shape[1], options)  # type: ignore[attr-defined]
         criteria = _criteria(stopping_criteria, stop_strings, tokenizer)
         prompts = _prompts(ids, attention_mask)
-        _check_positions(self.config, max(map(len, prompts)), settings)  # type: ignore[attr-defined]
+        longest = max(map(len, prompts), default=0)
+        settings, pad_id = _resolve(self.config, defaults, ids.shape[1], longest, options)  # type: ignore[attr-defined]
         watch = _watcher(streamer, on_update)
         if streamer is not None:
             streamer.put(ids.cpu())
         began = time.perf_counter()
-        decoded = [decode(self, prompt, settings, row, watch) for row, prompt in enumerate(prompts)]
+        decoded = decode(self, prompts, settings, watch)
         if criteria is not None:
             _cut(decoded, ids, criteria, pad_id)
         self.last_stats = _stats(decoded, time.perf_counter() - began)
@@ -207,6 +211,12 @@ class ReFusionLlamaForCausalLM(SlotGeneration, LlamaForCausalLM):  # pyright: ig
     """Llama (without q/k norm) that decodes slots."""
 
 
+# pipeline("text-generation") warns of every class whose name is not here. These keys are no model types, so no folder
+# is loaded differently for them.
+for _class in (ReFusionQwen3ForCausalLM, ReFusionQwen2ForCausalLM, ReFusionLlamaForCausalLM):
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[f"refusion-{_class.__name__}"] = _class.__name__
+
+
 # ---------------------------------------------------------------------------------------------------------- options
 
 
@@ -215,8 +225,13 @@ def _trained(config: Any) -> dict[str, Any]:
     return {"objective": "ar", "mask_token_id": -1, **(getattr(config, "refusion", None) or {})}
 
 
-def _resolve(config: Any, defaults: GenerationConfig, prompt: int, given: dict[str, Any]) -> tuple[Settings, int]:
-    """Settings and the padding id from what is given, the generation configuration and the training."""
+def _resolve(
+    config: Any, defaults: GenerationConfig, padded: int, longest: int, given: dict[str, Any]
+) -> tuple[Settings, int]:
+    """Settings and the padding id from what is given, the generation configuration and the training.
+
+    padded, longest: length of the prompts with their padding, and of the longest one without.
+    """
     given, trained = dict(given), _trained(config)
     values = {name: getattr(defaults, name) for name in _OPTIONS if getattr(defaults, name, None) is not None}
     for name in ("temperature", "top_p"):  # of transformers: they count only where sampling is asked for
@@ -225,7 +240,7 @@ def _resolve(config: Any, defaults: GenerationConfig, prompt: int, given: dict[s
     end = given.pop("eos_token_id", getattr(defaults, "eos_token_id", None))
     pad = given.pop("pad_token_id", getattr(defaults, "pad_token_id", None))
     ends = tuple(end) if isinstance(end, (list, tuple)) else () if end is None else (int(end),)
-    _lengths(given, prompt)
+    _lengths(given, padded)
     _sampling(given, defaults)
     for name in list(given):
         if name in _NEUTRAL and given[name] in _NEUTRAL[name]:
@@ -240,6 +255,7 @@ def _resolve(config: Any, defaults: GenerationConfig, prompt: int, given: dict[s
             raise ValueError("first_from_ar=True needs a model trained with objective.cross_slot_targets=true")
         values["first_from_ar"] = False
     settings = Settings(mask_id=trained["mask_token_id"], end_ids=ends, **values)
+    _fit_positions(config, longest, settings, given.get("max_new_tokens") is not None)
     settings.validate()
     if settings.decoding not in DECODINGS_OF[trained["objective"]]:
         raise ValueError(
@@ -288,14 +304,21 @@ def _unknown(name: str, value: Any) -> str:
 # ------------------------------------------------------------------------------------------------- rows and results
 
 
-def _check_positions(config: Any, prompt: int, settings: Settings) -> None:
-    """Refuse what would run past the positions that the model has."""
+def _fit_positions(config: Any, prompt: int, settings: Settings, asked: bool) -> None:
+    """Shorten a response whose length nobody asked for to the positions that the model has; refuse any other."""
     limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and prompt + settings.region > limit:
+    if limit is None or not isinstance(settings.max_new_tokens, int) or not isinstance(settings.slot_size, int):
+        return  # the latter: `validate` says so
+    if settings.slot_size < 1 or prompt + settings.region <= limit:
+        return
+    blocks = settings.num_blocks if settings.decoding != "left_to_right" else 1
+    unit = settings.unit * max(1, blocks) if isinstance(blocks, int) else settings.unit
+    if asked or limit - prompt < unit:
         raise ValueError(
             f"a prompt of {prompt} tokens and max_new_tokens={settings.max_new_tokens} (in whole slots "
             f"{settings.region}) do not fit the {limit} positions of the model; shorten one of them"
         )
+    settings.max_new_tokens = (limit - prompt) // unit * unit
 
 
 def _prompts(ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:

@@ -25,6 +25,7 @@ from refusion_train.errors import CheckpointError, ConfigError, DataError, Refus
 CODE = {
     "modeling_refusion.py",
     "decoding.py",
+    "baselines.py",
     "cache.py",
     "runner.py",
     "likelihood.py",

@@ -156,6 +156,7 @@ class BruteForce:
         if self.prompt:
             rows = self.look([(token, i) for i, token in enumerate(self.prompt)])[0]
             self.keep([(token, i) for i, token in enumerate(self.prompt)], 0)
+            self.forwards -= 1  # of the first plan: masks behind the prompt change nothing in it
             self.remember(len(self.prompt), rows[-1])
         slots = list(range(self.region // self.slot_size))
         per_block = len(slots) // self.num_blocks

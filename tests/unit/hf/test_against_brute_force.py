@@ -117,8 +117,8 @@ def test_serial_slots_at_threshold_one_are_greedy_within_each_slot(seed: int) ->
     for index in range(size * slots):
         if index % size:
             assert rows[0][index] == _greedy_next(model, prompt + rows[0][:index])[0]
-    # Prompt; per slot a plan, a verifying pass and one round for each token but the first.
-    assert forwards == [1 + slots * (2 + size - 1)]
+    # Per slot a plan (the first with the prompt), a verifying pass and one round for each token but the first.
+    assert forwards == [slots * (2 + size - 1)]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -136,17 +136,18 @@ def test_where_masks_know_nothing_slots_are_left_to_right(seed: int, monkeypatch
     """First tokens always from the left, nothing accepted: the whole decoder is greedy left to right."""
     from refusion_train.hf import runner
 
-    real = runner.predict
-
-    def unsure(model: Any, hidden: Any, query: Any, *others: Any) -> Any:
-        seen = real(model, hidden, query, *others)
-        seen.probabilities = [0.0 if query.tokens[-1] == MASK else p for p in seen.probabilities]
-        return seen
+    class Unsure(runner.Row):
+        def answer(self, seen: runner.Prediction) -> None:
+            if isinstance(self.asked, runner.Query):
+                rows = self.asked.wanted or range(len(self.asked.tokens))
+                at = [self.asked.tokens[row] for row in rows]
+                seen.probabilities = [0.0 if t == MASK else p for t, p in zip(at, seen.probabilities, strict=True)]
+            super().answer(seen)
 
     model = tiny_model(seed, sharpness=0.8)
     prompt = torch.tensor([[5, 6, 7]])
     expected = model.generate(prompt, max_new_tokens=12, decoding="left_to_right", eos_token_id=9)
-    monkeypatch.setattr(runner, "predict", unsure)
+    monkeypatch.setattr(runner, "Row", Unsure)
     got = model.generate(prompt, max_new_tokens=12, slot_size=4, token_threshold=1.0, eos_token_id=9)
     assert got.tolist() == expected.tolist()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Callable
@@ -11,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refusion_train.hf.cache import Query
-from refusion_train.hf.decoding import DECODERS, Prediction, Settings, SlotDecoder
+from refusion_train.hf.decoding import Prediction, Rows, Settings, SlotDecoder
+from refusion_train.hf.runner import DECODERS
 
 MASK, END, PROMPT = 99, 80, [50, 51, 52]
 
@@ -22,19 +24,22 @@ class FakeCache:
     length = 0
 
     def commit(self, count: int) -> None:
-        assert count > 0, "a commit of nothing"
+        assert count >= 0, "a commit of less than nothing"
         self.length += count
 
 
 def _drive(decoder, answer: Callable[[Query], Prediction]) -> list[Query]:
-    """Run a decoder on `answer`; returns the queries."""
-    queries = []
+    """Run a decoder on `answer`; returns the queries. Further rows of a query are asked for as a query of them."""
+    queries: list[Query] = []
     steps = decoder.steps()
     try:
-        query = next(steps)
+        asked = next(steps)
         while True:
-            queries.append(query)
-            query = steps.send(answer(query))
+            if isinstance(asked, Rows):
+                asked = dataclasses.replace(queries[-1], wanted=asked.wanted)
+            else:
+                queries.append(asked)
+            asked = steps.send(answer(asked))
     except StopIteration:
         return queries
 
@@ -71,17 +76,19 @@ def _decode(
 def test_everything_sure_and_accepted_takes_one_plan_and_one_pass() -> None:
     decoder, queries, cache = _decode(12, lambda p: (p, 0.95), lambda p, t: 0.9)
     assert decoder.tokens == list(range(3, 15))
-    assert [len(q.tokens) for q in queries] == [3, 12, 12]
+    # The first plan is one forward with the prompt.
+    assert [len(q.tokens) for q in queries] == [15, 12]
     assert cache.length == 15
 
 
 def test_only_the_leading_run_is_kept_and_the_rest_is_planned_again() -> None:
     # The slot at 7..10 is rejected at its second token; the one behind it is accepted but not kept.
     _, queries, cache = _decode(12, lambda p: (p, 0.95), lambda p, t: 0.1 if p == 7 and t == 8 else 0.9)
-    assert queries[2].positions == list(range(3, 15))
-    assert queries[3].positions == list(range(7, 15)) and set(queries[3].tokens) == {MASK}
+    assert queries[1].positions == list(range(3, 15))
+    assert queries[2].positions == list(range(7, 15)) and set(queries[2].tokens) == {MASK}
     # Then the rejected slot leads: infill of both, side by side behind the same prefix.
-    assert queries[5].runs == [4, 4] and queries[5].starts == [0, 4]
+    # The accepted token of the leading one has its keys already.
+    assert (queries[4].runs, queries[4].starts, queries[4].origins) == ([3, 4], [1, 4], [0, 4])
     assert cache.length == 15
 
 
@@ -90,15 +97,15 @@ def test_correction_ar_takes_the_prediction_that_rejected() -> None:
         4, lambda p: (p, 0.95), lambda p, t: 0.9 if t in (4, 70, 71) else 0.1, after=lambda p: 70 if p == 4 else 71
     )
     assert decoder.tokens == [3, 4, 70, 71]
-    assert [q.tokens for q in queries[2:]] == [[3, 4, 5, 6], [3, 4, 70, 71]]
+    assert [q.tokens for q in queries[1:]] == [[3, 4, 5, 6], [70, 71]]
+    assert (queries[2].starts, queries[2].origins, queries[2].positions) == ([2], [0], [5, 6])
 
 
 def test_redraft_keeps_the_accepted_prefix_and_masks_the_rest() -> None:
     decoder, queries, _ = _decode(4, lambda p: (p, 0.95), lambda p, t: 0.9 if t == 4 else 0.1, correction="redraft")
     assert decoder.tokens == [3, 4, 5, 6]
-    assert [q.tokens for q in queries[2:]] == [
-        [3, 4, 5, 6], [3, 4, MASK, MASK], [3, 4, 5, 6], [3, 4, 5, MASK], [3, 4, 5, 6]
-    ]  # fmt: skip
+    # What is accepted has its keys and is not run again.
+    assert [q.tokens for q in queries[1:]] == [[3, 4, 5, 6], [MASK, MASK], [5, 6], [MASK], [6]]
 
 
 def test_first_token_from_the_left_when_it_is_surer() -> None:
@@ -106,8 +113,10 @@ def test_first_token_from_the_left_when_it_is_surer() -> None:
 
     def answer(query: Query) -> Prediction:
         seen = _answer(query, lambda p: (p, 0.2), lambda p, t: 0.9)
-        if query.tokens[0] != MASK:
-            seen.probabilities = [sure["left"]] * len(seen.tokens)
+        rows = range(len(query.tokens)) if query.wanted is None else query.wanted
+        for index, row in enumerate(rows):
+            if query.tokens[row] != MASK:
+                seen.probabilities[index] = sure["left"]
         return seen
 
     for left, first in ((0.5, 60), (0.1, 3)):
@@ -135,7 +144,9 @@ def test_text_behind_the_earliest_end_is_not_generated_but_slots_before_it_are()
     assert decoder.end == 5
     assert decoder.tokens[:6] == [3, 4, 5, 6, 7, END]
     assert decoder.tokens[6:] == [MASK] * 6
-    planned = [q.positions for q in queries if set(q.tokens) == {MASK}]
+    planned = [
+        [p for t, p in zip(q.tokens, q.positions, strict=True) if t == MASK] for q in queries if MASK in q.tokens
+    ]
     assert planned == [list(range(3, 15)), list(range(3, 7))]
     # The prompt, the cut slot (two tokens), then the slot before it.
     assert cache.length == 3 + 2 + 4
@@ -165,6 +176,11 @@ def test_an_end_token_that_is_not_accepted_ends_nothing() -> None:
         ({"slot_size": 0}, ["slot_size=0"]),
         ({"top_p": 0.0}, ["top_p=0.0"]),
         ({"temperature": -1.0}, ["temperature=-1.0"]),
+        ({"slot_threshold": float("nan")}, ["slot_threshold=nan"]),
+        ({"token_threshold": 1.5}, ["token_threshold=1.5"]),
+        ({"slot_size": 2.5}, ["slot_size=2.5"]),
+        ({"seed": -1}, ["seed=-1"]),
+        ({"decoding": "mdm", "steps": 8, "confidence_threshold": 0.9}, ["steps=8", "confidence_threshold=0.9"]),
         ({"decoding": "mdm", "max_new_tokens": 10, "num_blocks": 3}, ["num_blocks=3"]),
         ({"decoding": "mdm", "max_new_tokens": 12, "num_blocks": 3, "steps": 4}, ["steps=4"]),
         ({"decoding": "mdm", "max_new_tokens": 12, "num_blocks": 3, "steps": 15}, ["steps=15"]),
@@ -193,7 +209,8 @@ def _options(draw) -> Settings:
         max_new_tokens=region - shorter, slot_size=size, num_blocks=blocks,
         slot_threshold=draw(st.floats(0, 1)), token_threshold=draw(st.floats(0, 1)),
         correction=draw(st.sampled_from(["ar", "redraft"])), exact_kv=draw(st.booleans()),
-        first_from_ar=draw(st.booleans()), steps=draw(st.sampled_from([None, blocks])),
+        first_from_ar=draw(st.booleans()),
+        **draw(st.sampled_from([{}, {"steps": blocks}, {"confidence_threshold": 0.5}])),
     )  # fmt: skip
 
 
@@ -232,4 +249,4 @@ def test_under_random_predictions(values: Settings, seed: int, prompt: int) -> N
     if values.decoding == "plan_and_infill":
         slots = values.region // values.slot_size
         assert stop <= cache.length - prompt <= values.region
-        assert len(queries) <= 1 + slots * (3 + 2 * values.slot_size)
+        assert len(queries) <= slots * (3 + 2 * values.slot_size)

@@ -65,8 +65,9 @@ def _words(text: str) -> list[str]:
     return re.findall(r"a\d+", text)
 
 
-def test_the_pipeline_for_text(model: Any, tokenizer: Any) -> None:
+def test_the_pipeline_for_text(model: Any, tokenizer: Any, capfd: pytest.CaptureFixture[str]) -> None:
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    assert "not supported" not in capfd.readouterr().err
     words: dict[str, Any] = {"max_new_tokens": 8, "slot_size": 4, "do_sample": False}
     (one,) = pipe("a05 a06 a07 a08", **words)
     expected = model.generate(PROMPT, max_new_tokens=8, slot_size=4, eos_token_id=3)

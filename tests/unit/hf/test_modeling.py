@@ -101,7 +101,8 @@ def test_samples_follow_temperature_and_top_p() -> None:
     random = torch.Generator().manual_seed(0)
 
     def shares(**options: float) -> list[float]:
-        drawn = _sample(logits, Settings(mask_id=-1, **options), random)  # type: ignore[arg-type]
+        uniform = torch.rand(len(logits), 1, generator=random, dtype=torch.float64)
+        drawn = _sample(logits, Settings(mask_id=-1, **options), uniform)  # type: ignore[arg-type]
         return (torch.bincount(drawn, minlength=4) / len(logits)).tolist()
 
     assert shares(temperature=1.0) == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.015)
@@ -171,6 +172,18 @@ def test_options_of_transformers_are_understood(model: Any) -> None:
     config = GenerationConfig(max_new_tokens=8, slot_size=4)
     assert plain.equal(model.generate(PROMPT, generation_config=config))
     assert model.generate(PROMPT, generation_config=config, max_new_tokens=4).shape == (1, 8)
+
+
+def test_a_length_that_nobody_asked_for_fits_the_positions() -> None:
+    model = tiny_model(0, sharpness=0.8)
+    model.config.max_position_embeddings = 30
+    # 26 positions are left behind the prompt, of which 24 are whole slots in two blocks.
+    assert model.generate(PROMPT, slot_size=4, num_blocks=2).shape == (1, 28)
+    assert model.generate(PROMPT, decoding="left_to_right").shape == (1, 30)
+    assert model.generate(PROMPT, slot_size=4, generation_config=GenerationConfig(max_new_tokens=64)).shape == (1, 28)
+    for options in ({"max_new_tokens": 32}, {"slot_size": 32}):
+        with pytest.raises(ValueError, match="30 positions"):
+            model.generate(PROMPT, **options)
 
 
 def test_first_tokens_from_the_left_need_a_model_trained_for_it() -> None:
