@@ -253,7 +253,7 @@ def show_warnings() -> None:
 def leave_error(error: BaseException, *, consequence: bool = False) -> None:
     """Leave this rank's error, with the time, for the launcher, so that it can tell the cause from the consequences.
 
-    consequence: the error is that another rank has gone.
+    consequence: the error is that another rank has gone. The launcher may have put {rank} into the file's name.
     """
     file = os.environ.get(ERROR_FILE)
     if not file:
@@ -261,5 +261,6 @@ def leave_error(error: BaseException, *, consequence: bool = False) -> None:
     ours = isinstance(error, RefusionError)
     first_line = next(iter(str(error).strip().splitlines()), "")
     text = str(error) if ours else f"{type(error).__name__}: {first_line}"
-    content = {"time": time.time(), "expected": ours, "consequence": consequence, "error": text}
-    Path(file).write_text(json.dumps(content), encoding="utf-8")
+    code = error.exit_code if isinstance(error, RefusionError) else 1
+    content = {"time": time.time(), "expected": ours, "consequence": consequence, "error": text, "code": code}
+    Path(file.replace("{rank}", os.environ.get("RANK", "0"))).write_text(json.dumps(content), encoding="utf-8")

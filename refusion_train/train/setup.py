@@ -5,10 +5,8 @@ Data and run folder come first: a wrong path, or a run that cannot be continued,
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -28,6 +26,7 @@ from refusion_train.parallel.engine import Engine
 from refusion_train.parallel.groups import Groups
 from refusion_train.telemetry import METRICS, Telemetry, has_validation
 from refusion_train.train import initial
+from refusion_train.train.folder import hold
 from refusion_train.train.optim import param_groups
 from refusion_train.train.run import Data, Run
 from refusion_train.train.signals import StopSignals
@@ -36,7 +35,6 @@ from refusion_train.train.state import TrainState, check_unchanged
 logger = logging.getLogger(__name__)
 
 CONFIG = "config.yaml"
-_LOCK = ".lock"
 
 # ------------------------------------------------------------------------------------------------------------ data
 
@@ -111,18 +109,7 @@ def _take_folder(config: Config, stack: ExitStack) -> None:
                     "or checkpoint.resume=auto to go on with it"
                 )
     folder.mkdir(parents=True, exist_ok=True)
-    lock = stack.enter_context(open(folder / _LOCK, "a+"))  # noqa: SIM115 - it is one
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back by the system when the process ends
-    except BlockingIOError:
-        lock.seek(0)
-        raise ConfigError(
-            f"run_dir={folder} is in use by another training ({lock.read().strip() or 'unknown'}); wait for it, "
-            "or give another run_dir"
-        ) from None
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    lock.flush()
+    hold(folder, stack)
 
 
 def find_checkpoint(config: Config, data: Data) -> tuple[Path | None, TrainState]:
