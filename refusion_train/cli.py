@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Optional
 import typer
 
 from refusion_train import __version__, cli_slurm
+from refusion_train.cli_bench import bench_app
 from refusion_train.cli_data import data_app
 from refusion_train.errors import ConfigError, RefusionError
 
@@ -28,6 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(data_app, name="data")
+app.add_typer(bench_app, name="bench")
 app.command()(cli_slurm.submit)
 app.command()(cli_slurm.status)
 

@@ -94,6 +94,26 @@ def data_shards(
     typer.echo(report.summary())
 
 
+@data_app.command("arithmetic")
+def data_arithmetic(
+    out: Annotated[Path, typer.Option(help="Folder to write train.jsonl and test.jsonl to.")],
+    level: Annotated[Literal["easy", "medium", "hard"], typer.Option(help="Number and size of the problems.")] = "easy",
+    train: Annotated[int, typer.Option(help="Documents to train on.", min=0)] = 20000,
+    test: Annotated[int, typer.Option(help="Documents to test with; none has a prompt of the others.", min=0)] = 200,
+    seed: Annotated[int, typer.Option(help="Another seed, other documents.")] = 0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write a task with exact answers: small problems, and their running total, which is serial.
+
+    Example: refusion data arithmetic --out sums --level medium
+             refusion data shards sums/train.jsonl --prompt-field prompt --response-field response ...
+             refusion bench decode hf --test sums/test.jsonl
+    """
+    from data_tools.arithmetic import write
+
+    typer.echo(f"{write(out, level, train, test, seed, overwrite)}")
+
+
 @data_app.command("merge")
 def data_merge(
     parts: Annotated[list[str], typer.Argument(help="Folders of shards.", metavar="PART...", show_default=False)],
