@@ -79,19 +79,19 @@ def train(
     Exit codes: 0 done, 75 stopped by a signal after saving (run again to go on), 2 configuration, 1 anything else.
     """
     from refusion_train.config import load, validate
+    from refusion_train.sources import sources_of
 
     settings = load(config, overrides)
     inside_group = "RANK" in os.environ
     if inside_group and nproc > 1:
         raise ConfigError("--nproc starts processes of its own; leave it out under torchrun or srun (RANK is set)")
     validate(settings, int(os.environ.get("WORLD_SIZE", "1")) if inside_group else nproc)
-    if settings.data.train is None:
-        raise ConfigError("data.train is not set; give the folder of shards, for example data.train=shards/train")
+    sources = sources_of(settings)
     if not inside_group:  # before processes are started and torch is imported
         from refusion_train.data.shard_index import Index
 
-        for folder in filter(None, (settings.data.train, settings.data.validation)):
-            Index.read(folder)
+        for path in filter(None, (*(source.path for source in sources), settings.data.validation)):
+            Index.read(path)
     if nproc > 1:
         from launchers.local import launch
 
@@ -115,7 +115,7 @@ def plan(
 ) -> None:
     """What a run would hold, send and take on so many ranks; needs no GPU.
 
-    If data.train is set and is here, its size gives vocabulary, epochs and the lengths of documents.
+    If data.train is set and is here, its size gives vocabulary, epochs (of each source) and the lengths of documents.
 
     Examples: refusion plan qwen3-8b --world-size 64 --gpu H100 parallel.tensor=4 train.recompute=full
               refusion plan qwen3-8b --world-size 64 --gpu-memory 80 --suggest
@@ -128,10 +128,12 @@ def plan(
     from refusion_train import plan as planning
     from refusion_train.config import load
     from refusion_train.data.shard_index import INDEX_FILE, Index
+    from refusion_train.sources import sources_of
 
     settings = load(config, overrides)
-    folder = Path(settings.data.train or "")
-    dataset = Index.read(folder) if settings.data.train and (folder / INDEX_FILE).is_file() else None
+    folders = [Path(source.path) for source in sources_of(settings)] if settings.data.train else []
+    here = folders and all((folder / INDEX_FILE).is_file() for folder in folders)
+    dataset = planning.mixed(settings, [Index.read(folder) for folder in folders]) if here else None
     console = Console(width=None if sys.stdout.isatty() else 120)
     if suggest:
         found = planning.suggest(settings, world_size, gpu_memory, gpu=gpu, mfu=mfu, dataset=dataset)

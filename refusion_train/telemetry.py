@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
+_SOURCES_INTERVAL = 50  # lines of the console between two of them that tell what was read of each source
 ERROR_FILE = "REFUSION_ERROR_FILE"  # environment: where a rank leaves its error for the launcher that started it
 
 
@@ -73,6 +74,9 @@ class Telemetry:
             self._progress.update(self._task, completed=step, loss=_number(row["loss"]), speed=_speed(row))
         elif step % self._interval == 0 or step == self._total:
             self.say(self._line(row))
+        if "sources" in row and (step % (_SOURCES_INTERVAL * self._interval) == 0 or step == self._total):
+            shares = (f"{n} {s['share']:.1%} ({s['epochs']:.3g} epochs)" for n, s in row["sources"].items())
+            self.say(f"read so far: {', '.join(shares)}")
 
     def validation(self, row: dict[str, Any]) -> None:
         """Report one validation: `step` and the `val_*` numbers."""
@@ -137,6 +141,10 @@ class Telemetry:
                 for i, entry in enumerate(value):
                     if entry is not None:
                         self._writer.add_scalar(f"{key}/{i}", entry, row["step"])
+            elif isinstance(value, dict):  # a group of curves per source
+                for name, numbers in value.items():
+                    for what, number in numbers.items():
+                        self._writer.add_scalar(f"{key}/{name}/{what}", number, row["step"])
             elif key != "step" and value is not None:
                 self._writer.add_scalar(f"{section}/{key.removeprefix('val_')}", value, row["step"])
 

@@ -37,6 +37,8 @@ def _model(config: dict[str, Any], state: dict[str, Any]) -> str:
         if not imported
         else "none here: the weights were imported and are as they came"
     )
+    listed = [source["fingerprint"] for source in data.get("sources", ())]
+    read = list(state.get("source_tokens") or listed) or ([data["fingerprint"]] if data.get("fingerprint") else [])
     start = state.get("config", {}).get("model", {}).get("init_from")
     rows = [
         ("layers, hidden, feed-forward",
@@ -48,7 +50,7 @@ def _model(config: dict[str, Any], state: dict[str, Any]) -> str:
         ("weights", config["torch_dtype"]),
         ("training", progress),
         *([("started from", f"`{start}`")] if start else []),
-        *([("data", f"`{data['fingerprint']}`")] if data.get("fingerprint") else []),
+        *([("data", ", ".join(f"`{name}`" for name in read))] if read else []),
     ]  # fmt: skip
     return "| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in rows)
 

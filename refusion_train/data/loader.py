@@ -1,27 +1,30 @@
 """Batches for training and validation, made from shards: streams, packing and corruption put together.
 
 A training step is `global_batch_size` rows. Row j of step i is the next row of stream (i * global_batch_size + j) mod
-streams, and data-parallel rank r of n holds the rows j = r mod n; so a rank needs only the streams s = r mod n, and
-rows, noise and cursors are the same on any number of ranks, threads and micro-batches.
+streams of a source (see `mixture`), and data-parallel rank r of n holds the rows j = r mod n; so a rank needs only the
+streams s = r mod n, and rows, noise and cursors are the same on any number of ranks, threads and micro-batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from refusion_train.data.packing import Pieces, RowPacker, Span, Tape, cut, hash_dataset, lay_tape
+from refusion_train.config import SourceConfig
+from refusion_train.data.mixture import Blend, Shares, Source
+from refusion_train.data.packing import Cut, CutShort, Pieces, RowPacker, Span, Tape, cut, hash_dataset, lay_tape
 from refusion_train.data.prefetch import Prefetcher
-from refusion_train.data.streams import Cursor, DataOrder, Stream, merge_cursors
+from refusion_train.data.shards import ShardSet
+from refusion_train.data.streams import Cursor, Damage, DataOrder, Stream, merge_cursors
 from refusion_train.errors import DataError
 from refusion_train.hf.corruption import noise_level
 
 if TYPE_CHECKING:
     from refusion_train.config import Config
-    from refusion_train.data.shards import ShardSet
     from refusion_train.objective import Objective
     from refusion_train.objective.batch import Batch, PackedDocuments
 
@@ -39,8 +42,10 @@ class StepBatch:
     counts:        float64 [3], sums over this rank's rows: clean targets, response tokens, documents with a response
     tokens:        tokens on this rank, padding not counted
     cursor:        the state after this step; the entries of other ranks' streams are -1 (see `merge_cursors`)
-    epoch:         tokens of all steps up to this one, over all ranks, in passes over the dataset
+    epoch:         tokens of all steps up to this one, over all ranks, in passes over all datasets
     pieces:        where the rows come from
+    names:         of the sources
+    damage:        blocks that were left out, noticed while this step was read (they may be so again and again)
     """
 
     step: int
@@ -50,6 +55,20 @@ class StepBatch:
     cursor: Cursor
     epoch: float
     pieces: Pieces
+    names: Sequence[str]
+    damage: Sequence[Damage] = ()
+
+    @property
+    def source_tokens(self) -> np.ndarray:
+        """Tokens on this rank from each source, int64 [sources]."""
+        sums = np.bincount(self.pieces.datasets, weights=self.pieces.lengths, minlength=len(self.names))
+        return sums.astype(np.int64)
+
+    @property
+    def checksum(self) -> int:
+        """A number of 32 bits that ranks with the same rows have alike."""
+        p = self.pieces
+        return zlib.crc32(np.stack([p.rows, p.datasets, p.documents, p.offsets, p.lengths, p.epochs]).tobytes())
 
     @property
     def documents(self) -> list[tuple[int, int, int, int, int]]:
@@ -61,7 +80,12 @@ class StepBatch:
     def describe(self, limit: int = 20) -> str:
         """One line for an error report: documents (numbers in the dataset) with their token ranges, row by row."""
         documents = self.documents
-        parts = [f"{number}[{start}:{stop}]" for _, number, start, stop, _ in documents[:limit]]
+        names = [f"{name} " for name in self.names] if len(self.names) > 1 else [""]
+        sources = [names[number] for number in self.pieces.datasets[:limit].tolist()]
+        parts = [
+            f"{source}{number}[{start}:{stop}]"
+            for source, (_, number, start, stop, _) in zip(sources, documents[:limit], strict=True)
+        ]
         more = f" and {len(documents) - limit} more" if len(documents) > limit else ""
         return f"step {self.step}, documents {', '.join(parts)}{more}"
 
@@ -69,22 +93,23 @@ class StepBatch:
 class TrainLoader:
     """The endless sequence of this rank's `StepBatch`es, from the start or from a cursor.
 
-    dataset: what to read; config: `seed`, `data.*` and the batch sizes of `train.*`; objective: how to corrupt;
-    cursor: the merged state of an earlier run, of any number of ranks.
-    Raises DataError for a dataset without tokens and for a cursor of other data; while iterating, for damaged shards.
+    sources: what to read, or a lone dataset; config: `seed`, `data.*` and the batch sizes of `train.*`; objective: how
+    to corrupt; cursor: the merged state of an earlier run, of any number of ranks and with any of its sources.
+    Raises DataError for a dataset without tokens and for a cursor of other data; while iterating, for damaged shards
+    (with `data.on_error: skip` only if a dataset has nothing else).
     Use it as a context manager, or call `close`.
     """
 
     def __init__(
         self,
-        dataset: ShardSet,
+        sources: ShardSet | Sequence[Source],
         config: Config,
         objective: Objective,
         dp_rank: int = 0,
         dp_size: int = 1,
         cursor: Cursor | None = None,
     ) -> None:
-        feed = StepFeed(dataset, config, objective, dp_rank, dp_size, cursor)
+        feed = StepFeed(sources, config, objective, dp_rank, dp_size, cursor)
         self._batches = Prefetcher(feed.take, feed.make, config.data.workers, config.data.prefetch)
 
     def __iter__(self) -> Iterator[StepBatch]:
@@ -112,6 +137,7 @@ class _Taken:
     packed: PackedDocuments
     pieces: Pieces
     cursor: Cursor
+    damage: list[Damage]
 
 
 class StepFeed:
@@ -119,13 +145,15 @@ class StepFeed:
 
     def __init__(
         self,
-        dataset: ShardSet,
+        sources: ShardSet | Sequence[Source],
         config: Config,
         objective: Objective,
         dp_rank: int = 0,
         dp_size: int = 1,
         cursor: Cursor | None = None,
     ) -> None:
+        if not isinstance(sources, Sequence):
+            sources = [Source("", sources, SourceConfig(sources.path))]
         streams, self.global_batch = config.data.streams, config.train.global_batch_size
         self.micro_batch = config.train.micro_batch_size
         assert 0 <= dp_rank < dp_size, f"data-parallel rank {dp_rank} is not within 0..{dp_size - 1}"
@@ -134,33 +162,56 @@ class StepFeed:
             f"train.global_batch_size={self.global_batch} is not a multiple of train.micro_batch_size * data-parallel "
             f"size = {self.micro_batch} * {dp_size}"
         )
-        self.order = DataOrder.of(dataset, config)
-        cursor = cursor if cursor is not None else Cursor.start(streams)
-        self.order.check(cursor)
-        own = range(dp_rank, streams, dp_size)
-        assert cursor.streams[own].min() >= 0, "the cursor lacks this rank's streams; merge the cursors of all ranks"
-        self.streams = {stream: Stream(self.order, stream, cursor.streams[stream]) for stream in own}
-        self.places = np.full((streams, 3), -1, dtype=np.int64)
-        self.places[own] = cursor.streams[own]
+        self.names = [source.name for source in sources]
+        self.orders = [DataOrder.of(source.dataset, config, number) for number, source in enumerate(sources)]
+        self.fingerprints = [source.dataset.fingerprint for source in sources]
+        self.shares = Shares([source.config for source in sources], config.seed, self.global_batch)
+        cursor = cursor if cursor is not None else Cursor(0)
+        cursor.check(self.orders[0].identity)
+        if cursor.places and not cursor.places.keys() & set(self.fingerprints):
+            raise DataError(
+                f"the run was at a place in other data: dataset {', '.join(cursor.places)}, not "
+                f"{', '.join(self.fingerprints)}; restore it, or start a new run_dir"
+            )
+        own = np.arange(dp_rank, streams, dp_size)
+        self.places = {name: places.copy() for name, places in cursor.places.items()}
+        for fingerprint in self.fingerprints:
+            saved = cursor.places.get(fingerprint, np.zeros((streams, 3), dtype=np.int64))
+            assert saved[own].min() >= 0, "the cursor lacks this rank's streams; merge the cursors of all ranks"
+            self.places[fingerprint] = np.full((streams, 3), -1, dtype=np.int64)
+            self.places[fingerprint][own] = saved[own]
+        epochs = [source.config.epochs for source in sources]
+        places = [self.places[fingerprint] for fingerprint in self.fingerprints]
+        self.blends = {
+            number: Blend([Stream(o, number, p[number]) for o, p in zip(self.orders, places, strict=True)], epochs)
+            for number in own.tolist()
+        }
         self.rows = range(dp_rank, self.global_batch, dp_size)
         self.step = cursor.step
         self.objective = objective
         self.seed = config.seed
         self.length = config.data.sequence_length
-        self.tokens = dataset.index.tokens
+        self.streams = streams
+        self.tokens = sum(source.dataset.index.tokens for source in sources)
 
     def take(self) -> _Taken:
         packer = RowPacker(len(self.rows), self.length)
+        weights, points = self.shares.weights(self.step), self.shares.points(self.step)
         touched = set()
         for row, j in enumerate(self.rows):
-            number = (self.step * self.global_batch + j) % len(self.places)
-            self.streams[number].fill(packer, row)
+            number = (self.step * self.global_batch + j) % self.streams
+            self.blends[number].fill(packer, row, points[j], weights)
             touched.add(number)
         for number in touched:
-            self.places[number] = self.streams[number].place
-        packed, pieces = packer.finish(self.seed, self.order.dataset_hash)
+            for fingerprint, stream in zip(self.fingerprints, self.blends[number].streams, strict=True):
+                self.places[fingerprint][number] = stream.place
+        packed, pieces = packer.finish(self.seed, *(order.dataset_hash for order in self.orders))
         step, self.step = self.step, self.step + 1
-        return _Taken(step, packed, pieces, Cursor(self.step, self.places.copy(), dict(self.order.identity)))
+        places = {name: streams.copy() for name, streams in self.places.items()}
+        damage = [entry for order in self.orders for entry in order.damage]
+        for order in self.orders:
+            order.damage = []
+        return _Taken(step, packed, pieces, Cursor(self.step, places, self.orders[0].identity), damage)
 
     def make(self, taken: _Taken) -> StepBatch:
         batch = self.objective.corrupt(taken.packed)
@@ -173,6 +224,8 @@ class StepFeed:
             cursor=taken.cursor,
             epoch=(taken.step + 1) * self.global_batch * self.length / self.tokens,
             pieces=taken.pieces,
+            names=self.names,
+            damage=taken.damage,
         )
 
 
@@ -195,13 +248,16 @@ class ValidationLoader:
     rank r mod n; the last row is padded. Every rank yields the same number of micro-batches (as the collectives of a
     forward need it); rows that only make this up hold padding, no target, and counts of 0. Iterate as often as needed.
 
+    With `data.on_error: skip` blocks that cannot be read are left out: what lies in a row behind them moves up, and the
+    end of the row is padding. `damage`: of the last iteration; `filled`: its tokens on this rank.
+
     max_rows: use only the first so many rows.
     t:    noise level for each document in place of its own draw: one number, an array indexed by the number of the
           document in the dataset, or a function of these numbers (int64 [n] -> float64 [n]); see `stratified_noise`
     draw: which of several independent draws of masks and slot sizes; the same for all documents
 
     rows, tokens: what is covered over all ranks. text_bytes: the UTF-8 bytes of the text covered, as the share of
-    tokens covered times the bytes of the whole set (exact if all rows are used).
+    tokens covered times the bytes of the whole set (exact if all rows are used); see `bytes_of`.
     Raises DataError for a set without tokens.
     """
 
@@ -224,7 +280,10 @@ class ValidationLoader:
         self._dataset, self._objective = dataset, objective
         self._rank, self._ranks = dp_rank, dp_size
         self._t, self._draw = t, draw
-        self._last_tape: tuple[int, Tape] | None = None
+        self._last_tape: tuple[int, Tape | None] | None = None
+        self._skip = config.data.on_error == "skip"
+        self.damage: dict[int, Damage] = {}
+        self.filled = 0
         self._length = config.data.sequence_length
         self._micro_batch = config.train.micro_batch_size
         # Interleaved pipeline stages take micro-batches only in groups of their number.
@@ -234,9 +293,14 @@ class ValidationLoader:
         all_rows = -(-index.tokens // self._length)
         self.rows = all_rows if max_rows is None else min(max_rows, all_rows)
         self.tokens = min(self.rows * self._length, index.tokens)
-        self.text_bytes = index.text_bytes * (self.tokens / index.tokens)
+        self.text_bytes = self.bytes_of(self.tokens)
         self._dataset_hash = hash_dataset(dataset.fingerprint)
         self._bos_id, self._pad_id = index.special_ids.get("bos"), index.special_ids.get("pad") or 0
+
+    def bytes_of(self, tokens: int) -> float:
+        """UTF-8 bytes of so many tokens of the set, on average."""
+        index = self._dataset.index
+        return index.text_bytes * (tokens / index.tokens)
 
     def __len__(self) -> int:
         """Micro-batches per rank."""
@@ -244,6 +308,7 @@ class ValidationLoader:
         return -(-own // (self._micro_batch * self._group)) * self._group
 
     def __iter__(self) -> Iterator[Batch]:
+        self.damage, self.filled, self._last_tape = {}, 0, None
         for number in range(len(self)):
             packer = RowPacker(self._micro_batch, self._length, self._pad_id)
             for row in range(self._micro_batch):
@@ -256,19 +321,36 @@ class ValidationLoader:
         start, stop = number * self._length, min((number + 1) * self._length, self.tokens)
         if number >= self.rows:
             return
+        column = 0
         for block in range(int(self._bounds.searchsorted(start, "right")) - 1, len(self._bounds) - 1):
             base, end = int(self._bounds[block]), int(self._bounds[block + 1])
             if base >= stop:
                 break
-            if end > max(base, start):
-                tape = self._tape(block)
-                first = max(start, base)
-                content = cut(tape, first - base, min(stop, end) - base, first - start, self._length)
-                packer.fill(row, first - start, content, 0)
+            first, last = max(start, base), min(stop, end)
+            if last > first:
+                content = self._read(block, first - base, last - base, column)
+                if content is not None:
+                    column += packer.fill(row, column, content, 0)
+        self.filled += column
 
-    def _tape(self, block: int) -> Tape:
+    def _read(self, block: int, start: int, stop: int, column: int) -> Cut | None:
+        """Tokens `start` to `stop` of a block; None: it cannot be read and is left out."""
+        try:
+            tape = self._tape(block)
+            return None if tape is None else cut(tape, start, stop, column, self._length)
+        except DataError as error:
+            reason = f"{self._dataset.path}: {error}" if isinstance(error, CutShort) else str(error)
+            if not self._skip:
+                raise DataError(reason) from None
+            info = [info for shard in self._dataset.index.shards for info in shard.blocks][block]
+            self.damage[block] = Damage(self._dataset.fingerprint, block, info.documents, info.tokens, reason)
+            self._last_tape = block, None
+            return None
+
+    def _tape(self, block: int) -> Tape | None:
         """The documents of a block; the last one used is kept, as the next row mostly lies in the same."""
         if self._last_tape is None or self._last_tape[0] != block:
+            self._dataset.prepare(range(block, min(block + 2, len(self._bounds) - 1)))
             content = self._dataset.block(block)
             span = Span(content, 0, len(content.prompts))
             self._last_tape = block, lay_tape([span], self._bos_id, self._draw)

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import mmap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from refusion_train.errors import DataError
 from refusion_train.objective import noise
 from refusion_train.objective.batch import PackedDocuments
 
@@ -27,24 +29,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tape:
-    """Documents end to end, none of them empty: n documents that lie in a few blocks of tokens.
+    """Documents end to end: n documents that lie in a few blocks of tokens.
 
-    sources:   token arrays (uint16 or uint32, mapped from the shards)
-    source:    int64 [n]    which of the sources holds the document
+    None of them is empty but those of blocks that cannot be read: they keep their places, without a token.
+
+    blocks:    where the tokens are; None: a block that cannot be read
+    source:    int64 [n]    which of the blocks holds the document
     begins:    int64 [n]    where it begins there
     bounds:    int64 [n+1]  where it begins on the tape; the last one is the length of the tape
     prompts:   int64 [n]    tokens of its prompt
     documents: int64 [n]    its number in the dataset
     epoch:     which pass over the dataset these documents belong to (it goes into their noise)
+    dataset:   number of the dataset among those that are read together
     """
 
-    sources: list[np.ndarray]
+    blocks: list[Block | None]
     source: np.ndarray
     begins: np.ndarray
     bounds: np.ndarray
     prompts: np.ndarray
     documents: np.ndarray
     epoch: int
+    dataset: int = 0
 
     @property
     def tokens(self) -> int:
@@ -56,17 +62,32 @@ class Tape:
         document = int(self.bounds.searchsorted(position, "right")) - 1
         return document, position - int(self.bounds[document])
 
+    def without(self, block: int, position: int) -> tuple[Tape, int]:
+        """The tape without the tokens of one of its blocks, and where on it the text at `position` goes on."""
+        document, offset = self.locate(position) if position < self.tokens else (self.source.size, 0)
+        lengths = np.diff(self.bounds)
+        lengths[self.source == block] = 0
+        bounds = np.zeros(self.bounds.size, dtype=np.int64)
+        np.cumsum(lengths, out=bounds[1:])
+        blocks = [None if number == block else kept for number, kept in enumerate(self.blocks)]
+        inside = document < self.source.size and self.source[document] != block
+        return replace(self, blocks=blocks, bounds=bounds), int(bounds[document]) + (offset if inside else 0)
+
 
 @dataclass(frozen=True)
 class Span:
-    """Documents `start` to `stop` (numbered within it) of a block."""
+    """Documents `start` to `stop` (numbered within it) of a block. block: None if it cannot be read; then
+    `first_document` is the number of its first document in the dataset."""
 
-    block: Block
+    block: Block | None
     start: int
     stop: int
+    first_document: int = 0
 
 
-def lay_tape(spans: Sequence[Span], bos_id: int | None, epoch: int, shuffle_key: int | None = None) -> Tape:
+def lay_tape(
+    spans: Sequence[Span], bos_id: int | None, epoch: int, shuffle_key: int | None = None, dataset: int = 0
+) -> Tape:
     """Lay the documents of the spans end to end, in their order or in the order of a keyed hash.
 
     Empty documents are left out. A document without a prompt that begins with `bos_id` has that token for its prompt.
@@ -75,6 +96,12 @@ def lay_tape(spans: Sequence[Span], bos_id: int | None, epoch: int, shuffle_key:
     begins, lengths, prompts, documents = [], [], [], []
     for span in spans:
         block, inside = span.block, slice(span.start, span.stop)
+        if block is None:
+            nothing = np.zeros(span.stop - span.start, dtype=np.int64)
+            for part in (begins, lengths, prompts):
+                part.append(nothing)
+            documents.append(span.first_document + np.arange(span.start, span.stop, dtype=np.int64))
+            continue
         begin = np.asarray(block.offsets[inside], dtype=np.int64)
         length = np.asarray(block.offsets[span.start + 1 : span.stop + 1], dtype=np.int64) - begin
         prompt = np.asarray(block.prompts[inside], dtype=np.int64)
@@ -93,7 +120,7 @@ def lay_tape(spans: Sequence[Span], bos_id: int | None, epoch: int, shuffle_key:
         begin, length, prompt, document, source = (part[order] for part in (begin, length, prompt, document, source))
     bounds = np.zeros(length.size + 1, dtype=np.int64)
     np.cumsum(length, out=bounds[1:])
-    return Tape([span.block.tokens for span in spans], source, begin, bounds, prompt, document, epoch)
+    return Tape([span.block for span in spans], source, begin, bounds, prompt, document, epoch, dataset)
 
 
 # Rows of `Cut.table`.
@@ -110,6 +137,7 @@ class Cut:
     ends:      for each row the pieces up to its end (the first and the last row may be partial)
     positions: for each row the tokens up to its end
     epoch:     that of the tape
+    dataset:   that of the tape
     """
 
     tokens: np.ndarray
@@ -117,10 +145,34 @@ class Cut:
     ends: list[int]
     positions: list[int]
     epoch: int
+    dataset: int
+
+
+class CutShort(DataError):
+    """A mapped shard has become shorter. `block`: which of the tape's blocks cannot be read for it."""
+
+    def __init__(self, block: int, content: Block) -> None:
+        super().__init__(f"shard {content.shard}, block {content.key}: the file has been cut short while it was read")
+        self.block = block
+
+
+def is_whole(tokens: np.ndarray) -> bool:
+    """Whether the file that `tokens` are mapped from is as long as it was when it was mapped.
+
+    To read behind the end of a mapped file ends the process by a signal (SIGBUS). So this is asked before every copy;
+    who shortens a file in the microseconds after it still kills the rank, and the next start finds the damage.
+    """
+    owner: Any = tokens
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    return not isinstance(owner, mmap.mmap) or owner.size() >= len(owner)
 
 
 def cut(tape: Tape, start: int, stop: int, column: int, length: int) -> Cut:
-    """Cut positions `start` to `stop` (more than none) for rows of `length`; `start` comes to lie in `column`."""
+    """Cut positions `start` to `stop` (more than none) for rows of `length`; `start` comes to lie in `column`.
+
+    Raises CutShort when a block's file has been shortened.
+    """
     first = int(tape.bounds.searchsorted(start, "right")) - 1
     last = int(tape.bounds.searchsorted(stop, "left"))
     row_ends = np.arange(start + length - column, stop, length)
@@ -139,9 +191,15 @@ def cut(tape: Tape, start: int, stop: int, column: int, length: int) -> Cut:
     source, reads = tape.source[document], tape.begins[document] + table[OFFSET]
     for number in np.flatnonzero(np.bincount(source)).tolist():
         own = np.flatnonzero(source == number)
-        copy(tape.sources[number], reads[own], table[LENGTH, own], begins[own] - start, tokens)
+        block = tape.blocks[number]
+        assert block is not None, "a block that cannot be read has tokens on the tape"
+        if not is_whole(block.tokens):
+            raise CutShort(number, block)
+        copy(block.tokens, reads[own], table[LENGTH, own], begins[own] - start, tokens)
     positions = np.append(row_ends, stop)
-    return Cut(tokens, table, edges.searchsorted(positions).tolist(), (positions - start).tolist(), tape.epoch)
+    return Cut(
+        tokens, table, edges.searchsorted(positions).tolist(), (positions - start).tolist(), tape.epoch, tape.dataset
+    )
 
 
 def copy_pieces(
@@ -177,7 +235,7 @@ class Pieces:
     """Where the content of a group of rows comes from: one entry a piece, in the order of the rows.
 
     rows: int64 [n] row; documents: int64 [n] number in the dataset; offsets: int64 [n] first token of the piece within
-    the document; lengths: int64 [n] tokens; epochs: int64 [n] pass over the dataset.
+    the document; lengths: int64 [n] tokens; epochs: int64 [n] pass over the dataset; datasets: int64 [n] which one.
     """
 
     rows: np.ndarray
@@ -185,6 +243,7 @@ class Pieces:
     offsets: np.ndarray
     lengths: np.ndarray
     epochs: np.ndarray
+    datasets: np.ndarray
 
 
 class RowPacker:
@@ -200,6 +259,7 @@ class RowPacker:
         self._tables: list[np.ndarray] = []
         self._rows: list[int] = []
         self._epochs: list[int] = []
+        self._datasets: list[int] = []
 
     def fill(self, row: int, column: int, content: Cut, part: int) -> int:
         """Put row `part` of a cut into `row` from `column` on; returns how many tokens that is."""
@@ -209,26 +269,29 @@ class RowPacker:
         self._tables.append(content.table[:, piece : content.ends[part]])
         self._rows.append(row)
         self._epochs.append(content.epoch)
+        self._datasets.append(content.dataset)
         return size
 
-    def finish(self, seed: int, dataset_hash: int) -> tuple[PackedDocuments, Pieces]:
+    def finish(self, seed: int, *dataset_hashes: int) -> tuple[PackedDocuments, Pieces]:
         """The rows, with the noise key of every piece, and where the pieces come from.
 
         The key hashes (seed, epoch, document, offset of the piece in the document): a function of what the piece is,
-        so that it is the same after a resume too. `dataset_hash`: see `hash_dataset`.
+        so that it is the same after a resume too. `dataset_hashes`: of every dataset, see `hash_dataset`.
         """
         table = np.concatenate([np.empty((5, 0), dtype=np.int64), *self._tables], axis=1)
         counts = [part.shape[1] for part in self._tables]
         rows = np.repeat(np.asarray(self._rows, dtype=np.int64), counts)
         epochs = np.repeat(np.asarray(self._epochs, dtype=np.int64), counts)
+        datasets = np.repeat(np.asarray(self._datasets, dtype=np.int64), counts)
+        documents = document_ids(np.asarray(dataset_hashes, dtype=np.uint64)[datasets], table[DOCUMENT])
         packed = PackedDocuments(
             tokens=self.tokens,
             starts=rows * self.length + table[COLUMN],
             lengths=table[LENGTH],
             prompts=table[PROMPT],
-            keys=noise.document_key(seed, epochs, document_ids(dataset_hash, table[DOCUMENT]), table[OFFSET]),
+            keys=noise.document_key(seed, epochs, documents, table[OFFSET]),
         )
-        return packed, Pieces(rows, table[DOCUMENT], table[OFFSET], table[LENGTH], epochs)
+        return packed, Pieces(rows, table[DOCUMENT], table[OFFSET], table[LENGTH], epochs, datasets)
 
 
 def hash_dataset(fingerprint: str) -> int:
@@ -236,9 +299,9 @@ def hash_dataset(fingerprint: str) -> int:
     return int.from_bytes(hashlib.sha256(fingerprint.encode()).digest()[:8], "little")
 
 
-def document_ids(dataset_hash: int, documents: np.ndarray) -> np.ndarray:
-    """uint64 identity of documents over all datasets: hash of the dataset and the number in it (int64 [n])."""
-    return noise.mix(np.uint64(dataset_hash), documents.astype(np.uint64))
+def document_ids(dataset_hashes: np.ndarray | int, documents: np.ndarray) -> np.ndarray:
+    """uint64 identity of documents over all datasets: hash of the dataset (one, or [n]) and the number in it, [n]."""
+    return noise.mix(np.asarray(dataset_hashes, dtype=np.uint64), documents.astype(np.uint64))
 
 
 def _join(parts: Sequence[np.ndarray]) -> np.ndarray:

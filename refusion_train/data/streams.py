@@ -7,7 +7,10 @@ takes the units g = s mod streams. It reads them in windows of `shuffle_blocks` 
 shuffles the documents of a window among each other, and cuts its rows from that. All permutations are orders of keyed
 hashes, so nothing has to be drawn, or remembered, to know what comes at a given place.
 
-So every stream stands at one place of its own sequence, and all places together are the cursor of a run.
+A block that cannot be read may be left out: its documents keep their places in the order of the window, without a
+token. So the same damage gives the same rows whoever reads them, and once it is mended every place is still right.
+
+So every stream stands at one place of its own sequence, and the places in all datasets are the cursor of a run.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from refusion_train.data.packing import Cut, RowPacker, Span, Tape, cut, hash_dataset, lay_tape
+from refusion_train.data.packing import Cut, CutShort, RowPacker, Span, Tape, cut, hash_dataset, lay_tape
 from refusion_train.errors import DataError
 from refusion_train.objective import noise
 
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 # So many tokens of a window are read and cut at a time: enough for long arrays, and 0.25 MiB of memory for a stream.
 TOKENS_CUT_AHEAD = 1 << 16
 UNITS_PER_STREAM = 8  # with fewer, a stream's share of an epoch would be coarse: blocks are then split
+_DAMAGED_IN_A_ROW = 64  # units without a token after which a stream looks whether the dataset has any
 _UNIT_SALT, _DOCUMENT_SALT = 0x756E6974, 0x646F63  # keep the hashes of different purposes apart
 
 
@@ -37,65 +41,101 @@ _UNIT_SALT, _DOCUMENT_SALT = 0x756E6974, 0x646F63  # keep the hashes of differen
 class Cursor:
     """Where a run stands in its data; free of any layout of ranks.
 
-    step:    steps done, which is also the number of the next one
-    streams: int64 [streams, 3]; for each stream: its window (the place of the window's first unit in the stream's
-             sequence of units), the document in the window's order, and the token in the document. -1: not known here
-    order:   what the places refer to (see `DataOrder.identity`); empty: not checked
+    step:   steps done, which is also the number of the next one
+    places: for each dataset, by its fingerprint, int64 [streams, 3]; for each stream: its window (the place of the
+            window's first unit in the stream's sequence of units), the document in the window's order, and the token
+            in the document. -1: not known here. A dataset that is not read any more keeps its places.
+    order:  what the places depend on besides (see `DataOrder.identity`); empty: not checked
     """
 
     step: int
-    streams: np.ndarray
-    order: dict[str, int | str] = field(default_factory=dict)
-
-    @classmethod
-    def start(cls, streams: int) -> Cursor:
-        """The beginning of the data."""
-        return cls(0, np.zeros((streams, 3), dtype=np.int64))
+    places: dict[str, np.ndarray] = field(default_factory=dict)
+    order: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, lists and text for a JSON file."""
-        return {"step": self.step, "streams": self.streams.tolist(), "order": dict(self.order)}
+        places = {fingerprint: streams.tolist() for fingerprint, streams in self.places.items()}
+        return {"step": self.step, "places": places, "order": dict(self.order)}
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> Cursor:
-        """Inverse of `to_dict`. Raises DataError if `state` is something else."""
+        """Inverse of `to_dict`; reads cursors of a single dataset as they once were, too (`streams`, and in `order` the
+        `dataset`). Raises DataError if `state` is something else."""
         try:
-            streams = np.asarray(state["streams"], dtype=np.int64).reshape(len(state["streams"]), 3)
-            return cls(int(state["step"]), streams, dict(state.get("order", {})))
+            order = dict(state.get("order", {}))
+            places = state["places"] if "places" in state else {order.pop("dataset"): state["streams"]}
+            arrays = {str(f): np.asarray(p, dtype=np.int64).reshape(len(p), 3) for f, p in places.items()}
+            return cls(int(state["step"]), arrays, order)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"the saved place in the data is not readable ({error}); use another checkpoint") from None
+
+    def check(self, order: dict[str, int]) -> None:
+        """Raise DataError if the places were taken in another order of data than this one."""
+        for key, value in order.items():
+            saved = self.order.get(key, value)
+            if saved != value:
+                raise DataError(
+                    f"the run was at a place in other data: {key} was {saved} and is now {value}; restore it, or start "
+                    "a new run_dir"
+                )
+        for streams in self.places.values():
+            if streams.shape != (order["data.streams"], 3):
+                raise DataError(
+                    f"the saved place in the data has {len(streams)} streams, data.streams={order['data.streams']}; "
+                    "a run keeps its data.streams for life"
+                )
 
 
 def merge_cursors(cursors: Sequence[Cursor]) -> Cursor:
     """The cursor of the whole run from those of all data-parallel ranks after the same step."""
     assert cursors, "merge_cursors needs the cursor of at least one rank"
-    step, order = cursors[0].step, cursors[0].order
-    assert all(c.step == step and c.order == order for c in cursors), (
+    first = cursors[0]
+    assert all((c.step, c.order, c.places.keys()) == (first.step, first.order, first.places.keys()) for c in cursors), (
         "cursors of different steps or runs cannot be joined"
     )
-    streams = np.max([cursor.streams for cursor in cursors], axis=0)
-    assert streams.min(initial=0) >= 0, "the cursors of some data-parallel ranks are missing"
-    return Cursor(step, streams, dict(order))
+    places = {name: np.max([cursor.places[name] for cursor in cursors], axis=0) for name in first.places}
+    assert all(streams.min(initial=0) >= 0 for streams in places.values()), (
+        "the cursors of some data-parallel ranks are missing"
+    )
+    return Cursor(first.step, places, dict(first.order))
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A block that was left out because it could not be read. documents, tokens: what it holds according to the index;
+    reason: the error, which names dataset, shard and block."""
+
+    fingerprint: str
+    block: int
+    documents: int
+    tokens: int
+    reason: str
 
 
 class DataOrder:
     """Which documents come where, in every stream and for all epochs. Shared by the streams of a rank.
 
+    number: of the dataset among those that are read together; skip: leave out what cannot be read, instead of raising.
+    damage: what was left out, in the order of reading, for the owner to take away.
     Raises DataError for a dataset without a token.
     """
 
-    def __init__(self, dataset: ShardSet, seed: int, streams: int, shuffle_blocks: int) -> None:
+    def __init__(
+        self, dataset: ShardSet, seed: int, streams: int, shuffle_blocks: int, number: int = 0, skip: bool = False
+    ) -> None:
         if dataset.index.tokens == 0 or dataset.index.documents == 0:
             raise DataError(f"{dataset.path}: the dataset holds no tokens; build it from a corpus that has text")
         self.dataset = dataset
         self.seed = seed
         self.streams = streams
         self.shuffle_blocks = shuffle_blocks
+        self.number, self.skip = number, skip
+        self.damage: list[Damage] = []
         self.bos_id = dataset.index.special_ids.get("bos")
         self.dataset_hash = hash_dataset(dataset.fingerprint)
-        documents = np.array(
-            [block.documents for shard in dataset.index.shards for block in shard.blocks], dtype=np.int64
-        )
+        self._infos = [block for shard in dataset.index.shards for block in shard.blocks]
+        documents = np.array([block.documents for block in self._infos], dtype=np.int64)
+        self._first_documents = np.cumsum(documents) - documents
         self.unit_block, self.unit_start, self.unit_stop = split_units(documents, UNITS_PER_STREAM * streams)
         self.units = self.unit_block.size
         # Neighbouring streams are in the same epoch or the next, unless there are fewer units than streams.
@@ -103,34 +143,20 @@ class DataOrder:
         self._permutations: OrderedDict[int, np.ndarray] = OrderedDict()
 
     @classmethod
-    def of(cls, dataset: ShardSet, config: Config) -> DataOrder:
+    def of(cls, dataset: ShardSet, config: Config, number: int = 0) -> DataOrder:
         """The order that a configuration asks for."""
-        return cls(dataset, config.seed, config.data.streams, config.data.shuffle_blocks)
+        skip = config.data.on_error == "skip"
+        return cls(dataset, config.seed, config.data.streams, config.data.shuffle_blocks, number, skip)
 
     @property
-    def identity(self) -> dict[str, int | str]:
-        """What the places of a cursor depend on. Row length and batch size are not among it: they may change."""
-        return {
-            "seed": self.seed,
-            "dataset": self.dataset.fingerprint,
-            "data.streams": self.streams,
-            "data.shuffle_blocks": self.shuffle_blocks,
-        }
+    def identity(self) -> dict[str, int]:
+        """What the places of a cursor depend on, whatever the dataset. Row length and batch size are not among it: they
+        may change."""
+        return {"seed": self.seed, "data.streams": self.streams, "data.shuffle_blocks": self.shuffle_blocks}
 
-    def check(self, cursor: Cursor) -> None:
-        """Raise DataError if the cursor was taken in another order of data than this one."""
-        for key, value in self.identity.items():
-            saved = cursor.order.get(key, value)
-            if saved != value:
-                raise DataError(
-                    f"the run was at a place in other data: {key} was {saved} and is now {value}; "
-                    f"restore it ({self.dataset.path}), or start a new run_dir"
-                )
-        if cursor.streams.shape != (self.streams, 3):
-            raise DataError(
-                f"the saved place in the data has {len(cursor.streams)} streams, data.streams={self.streams}; "
-                "a run keeps its data.streams for life"
-            )
+    def epoch(self, stream: int, place: int) -> int:
+        """The epoch that a place in a stream's sequence of units belongs to."""
+        return (stream + place * self.streams) // self.units
 
     def permutation(self, epoch: int) -> np.ndarray:
         """int64 [units]: the units in the order of an epoch."""
@@ -146,21 +172,58 @@ class DataOrder:
 
     def window(self, stream: int, first: int) -> tuple[Tape, int]:
         """The shuffled documents of a stream's window whose first unit has place `first`, and the place of the next."""
-        epoch = (stream + first * self.streams) // self.units
+        units, stop = self._window_units(stream, first)
+        blocks = self.unit_block[units].tolist()
+        self.dataset.prepare(blocks)
+        self.dataset.prepare(self.unit_block[self._window_units(stream, stop)[0]].tolist())
+        spans = [
+            self._span(block, start, end)
+            for block, start, end in zip(
+                blocks, self.unit_start[units].tolist(), self.unit_stop[units].tolist(), strict=True
+            )
+        ]
+        epoch = self.epoch(stream, first)
+        return lay_tape(spans, self.bos_id, epoch, _key(self.seed, _DOCUMENT_SALT, epoch), self.number), stop
+
+    def _window_units(self, stream: int, first: int) -> tuple[np.ndarray, int]:
+        """The units of a window, int64, and the place behind it."""
+        epoch = self.epoch(stream, first)
         end_of_epoch = -(-((epoch + 1) * self.units - stream) // self.streams)
         stop = min(first + self.shuffle_blocks, end_of_epoch)
         places = stream + np.arange(first, stop, dtype=np.int64) * self.streams
-        units = self.permutation(epoch)[places % self.units]
-        spans = [
-            Span(self.dataset.block(block), start, end)
-            for block, start, end in zip(
-                self.unit_block[units].tolist(),
-                self.unit_start[units].tolist(),
-                self.unit_stop[units].tolist(),
-                strict=True,
-            )
-        ]
-        return lay_tape(spans, self.bos_id, epoch, _key(self.seed, _DOCUMENT_SALT, epoch)), stop
+        return self.permutation(epoch)[places % self.units], stop
+
+    def _span(self, block: int, start: int, stop: int) -> Span:
+        try:
+            return Span(self.dataset.block(block), start, stop)
+        except DataError as error:
+            if not self.skip:
+                raise
+            self.leave_out(block, str(error))
+            return Span(None, start, stop, int(self._first_documents[block]))
+
+    def leave_out(self, block: int, reason: str) -> None:
+        """Note that a block could not be read."""
+        info = self._infos[block]
+        self.damage.append(Damage(self.dataset.fingerprint, block, info.documents, info.tokens, reason))
+
+    def lost(self, error: CutShort, first_document: int) -> DataError:
+        """Of a block in use, by the number of its first document: note that it is left out, or the error to raise."""
+        named = DataError(f"{self.dataset.path}: {error}; restore it or build the dataset again")
+        if self.skip:
+            self.leave_out(int(self._first_documents.searchsorted(first_document, "right")) - 1, str(named))
+        return named
+
+    def check_readable(self) -> None:
+        """Raise DataError if there is no block at all that can be read: nothing to go on with."""
+        reason = "they hold no tokens"
+        for block in np.unique(self.unit_block).tolist():
+            try:
+                if self.dataset.block(block).tokens.size:
+                    return
+            except DataError as error:
+                reason = str(error)
+        raise DataError(f"{self.dataset.path}: every block is damaged or gone; the last one: {reason}")
 
 
 class Stream:
@@ -175,6 +238,8 @@ class Stream:
         self._position = 0
         self._cut: Cut | None = None  # what is read of the tape
         self._part = 0  # its next row
+        self._fresh = False  # cut for the very column where the row stands
+        self._without_tokens = 0  # units in a row that could not be read
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -185,22 +250,57 @@ class Stream:
             return self._next_first, 0, 0
         return self._first, *self._tape.locate(self._position)
 
-    def fill(self, packer: RowPacker, row: int) -> None:
-        """Fill a row with the next tokens."""
-        column = 0
+    def used_up(self, epochs: int | None) -> bool:
+        """Whether the stream's share of so many epochs has been read."""
+        return epochs is not None and self.order.epoch(self.stream, self.place[0]) >= epochs
+
+    def fill(self, packer: RowPacker, row: int, column: int = 0, epochs: int | None = None) -> int:
+        """Fill a row from `column` on with the next tokens, of so many epochs at most; returns where it ends."""
         while column < packer.length:
-            tape = self._tape if self._tape is not None else self._resume()
-            if self._position == tape.tokens:
-                self._open(self._next_first)
+            if self._tape is None or self._position == self._tape.tokens:
+                if self.used_up(epochs):
+                    return column
+                self._advance()
                 continue
-            if self._cut is None or self._part == len(self._cut.ends):
+            # What was cut ahead is for rows from column 0 on; another stream may have filled the beginning of this one.
+            if self._cut is None or self._part == len(self._cut.ends) or (column and not self._fresh):
                 whole_rows = max(TOKENS_CUT_AHEAD // packer.length, 1) * packer.length
-                stop = min(self._position - column + whole_rows, tape.tokens)
-                self._cut, self._part = cut(tape, self._position, stop, column, packer.length), 0
+                stop = min(self._position - column + whole_rows, self._tape.tokens)
+                try:
+                    self._cut, self._part = cut(self._tape, self._position, stop, column, packer.length), 0
+                    self._fresh = True
+                except CutShort as error:
+                    self._leave_out(error)
+                    continue
             size = packer.fill(row, column, self._cut, self._part)
             self._position += size
-            self._part += 1
+            self._part, self._fresh = self._part + 1, False
             column += size
+        return column
+
+    def _advance(self) -> None:
+        """Open the first window, or the next."""
+        if self._tape is None:
+            self._resume()
+            return
+        lost = all(block is None for block in self._tape.blocks)
+        self._without_tokens = self._without_tokens + len(self._tape.blocks) if lost else 0
+        if self._without_tokens >= _DAMAGED_IN_A_ROW:  # is there anything else?
+            self.order.check_readable()
+            self._without_tokens = 0
+        self._open(self._next_first)
+
+    def _leave_out(self, error: CutShort) -> None:
+        """Go on without a block that is not there any more, or raise what is wrong with it."""
+        tape = self._tape
+        assert tape is not None, "a block of no tape was lost"
+        content = tape.blocks[error.block]
+        assert content is not None, "a block was lost twice"
+        named = self.order.lost(error, content.first_document)
+        if not self.order.skip:
+            raise named from None
+        self._tape, self._position = tape.without(error.block, self._position)
+        self._cut = None
 
     def _open(self, first: int) -> Tape:
         self._tape, self._next_first = self.order.window(self.stream, first)
@@ -208,19 +308,20 @@ class Stream:
         self._cut = None
         return self._tape
 
-    def _resume(self) -> Tape:
+    def _resume(self) -> None:
         """Open the window of the place given at the start and go to its document and token."""
         document, offset = self._document, self._offset
         tape = self._open(self._first)
         if document or offset:
             lengths = np.diff(tape.bounds)
-            if not (0 <= document < lengths.size and 0 <= offset < lengths[document]):
+            known = 0 <= document < lengths.size and offset >= 0
+            gone = known and tape.blocks[tape.source[document]] is None  # go on behind it
+            if not gone and not (known and offset < lengths[document]):
                 raise DataError(
                     f"{self.order.dataset.path}: stream {self.stream} has no token {offset} in document {document} of "
                     f"its window at unit {self._first}; the checkpoint belongs to other data"
                 )
-            self._position = int(tape.bounds[document]) + offset
-        return tape
+            self._position = int(tape.bounds[document]) + (0 if gone else offset)
 
 
 def split_units(documents: np.ndarray, wanted: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -4,8 +4,9 @@
 docstring of the function that has it; docs/planning.md says how close they are.
 """
 
+from refusion_train.plan.mixture import mixed
 from refusion_train.plan.planner import Plan, plan
 from refusion_train.plan.report import render, render_suggestions
 from refusion_train.plan.suggest import Suggestion, suggest
 
-__all__ = ["Plan", "Suggestion", "plan", "render", "render_suggestions", "suggest"]
+__all__ = ["Plan", "Suggestion", "mixed", "plan", "render", "render_suggestions", "suggest"]

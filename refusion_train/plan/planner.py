@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from refusion_train.config import Config, validate
 from refusion_train.errors import ConfigError
@@ -12,21 +12,11 @@ from refusion_train.plan import activations, compute
 from refusion_train.plan.communication import Traffic, traffic
 from refusion_train.plan.compute import Gpu
 from refusion_train.plan.memory import StageMemory, stage_memory
+from refusion_train.plan.mixture import DatasetSize, MixedSize
 from refusion_train.plan.parameters import ParameterCounts, Stage, count, stages, vocabulary
 
 GIB = 1 << 30
 RECOMPUTE = ("none", "selective", "full")
-
-
-class DatasetSize(Protocol):
-    """What of a dataset's index a plan reads; `data.shard_index.Index` is one."""
-
-    @property
-    def documents(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +54,10 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class Duration:
-    """Tokens of a run and, where dataset and GPU are known, passes over the data and days (at `mfu`)."""
+    """Tokens of a run and, where dataset and GPU are known, passes over the data and days (at `mfu`).
+
+    source_epochs: passes over each of several sources.
+    """
 
     tokens_per_step: int
     steps: int
@@ -73,6 +66,7 @@ class Duration:
     mfu: float
     tokens_per_s: float | None
     days: float | None
+    source_epochs: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -235,4 +229,5 @@ def _duration(
         mfu=mfu,
         tokens_per_s=speed,
         days=None if gpu is None else compute.days(tokens * arithmetic.flops_per_token, world_size, gpu, mfu),
+        source_epochs=dataset.epochs if isinstance(dataset, MixedSize) else None,
     )

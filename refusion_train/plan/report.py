@@ -149,6 +149,8 @@ def _run(plan: Plan, console: Console) -> None:
     }
     if run.epochs is not None:
         rows["epochs"] = f"{run.epochs:.3g}"
+    for name, passes in (run.source_epochs or {}).items():
+        rows[f"  over {name}"] = f"{passes:.3g}"
     if run.days is not None and run.tokens_per_s is not None and plan.gpu is not None:
         rows[f"{plan.layout.world_size} {plan.gpu.name} at {run.mfu:.0%} MFU"] = (
             f"{run.tokens_per_s:,.0f} tokens/s, {run.days:.3g} days"

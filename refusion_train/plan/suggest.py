@@ -19,11 +19,11 @@ from refusion_train.plan.activations import element_bytes
 from refusion_train.plan.communication import PIPELINE, TENSOR, Traffic, traffic
 from refusion_train.plan.compute import Gpu
 from refusion_train.plan.memory import FP32, stage_memory
+from refusion_train.plan.mixture import DatasetSize
 from refusion_train.plan.parameters import Stage, stages, vocabulary
 from refusion_train.plan.planner import (
     RECOMPUTE,
     Arithmetic,
-    DatasetSize,
     arithmetic_of,
     bubble,
     usable_bytes,

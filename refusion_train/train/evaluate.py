@@ -27,7 +27,8 @@ from refusion_train.config import Config
 from refusion_train.data.loader import ValidationLoader, stratified_noise
 from refusion_train.data.remote import RemoteOptions
 from refusion_train.data.shards import ShardSet
-from refusion_train.errors import ConfigError
+from refusion_train.data.streams import Damage
+from refusion_train.errors import ConfigError, DataError
 from refusion_train.hf.corruption import PASSES
 from refusion_train.model.batch import to_device
 from refusion_train.model.loss import STAT_NAMES
@@ -36,26 +37,29 @@ from refusion_train.objective import Objective, make_objective
 from refusion_train.objective.batch import RESPONSE_TOKENS
 from refusion_train.parallel.engine import Engine
 from refusion_train.parallel.groups import Groups, destroy, init_groups
+from refusion_train.train.damage import warn_of_damage
 from refusion_train.train.optim import param_groups
 from refusion_train.train.state import adopt_model
 
 
 def evaluate(
     engine: Engine, groups: Groups, config: Config, dataset: ShardSet, stop: Callable[[], bool] = lambda: False
-) -> dict[str, float]:
-    """The `val_*` numbers of the model as it is, the same on all ranks. Collective.
+) -> tuple[dict[str, float], list[Damage]]:
+    """The `val_*` numbers of the model as it is, and what was left out (`data.on_error: skip`; then there is
+    `val_blocks_left_out`, and the numbers are of what is left). The same on all ranks. Collective.
 
     Up to `train.validation_rows` rows of `dataset` are used, PASSES times (and once left to right).
     stop: asked before every pass, the same on all ranks; if it says so there are no numbers.
     """
     results: dict[str, float] = {}
+    damage: dict[int, Damage] = {}
     if config.objective.name != "ar":
         objective = _plain_objective(config, config.objective.name, dataset)
         passes = []
         for number in range(PASSES):
             if stop():
-                return {}
-            passes.append(_run_pass(engine, groups, config, dataset, objective, number))
+                return {}, []
+            passes.append(_run_pass(engine, groups, config, dataset, objective, number, damage))
         masked, response, clean, clean_targets, text_bytes = (sum(column) for column in zip(*passes, strict=True))
         results["val_nelbo"] = masked / response if response else math.nan
         results["val_bits_per_byte"] = masked / text_bytes / math.log(2) if text_bytes else math.nan
@@ -63,10 +67,14 @@ def evaluate(
             results["val_in_slot_ar"] = clean / clean_targets if clean_targets else math.nan
     if config.objective.name != "mdm":
         objective = _plain_objective(config, "ar", dataset)
-        _, _, clean, clean_targets, text_bytes = _run_pass(engine, groups, config, dataset, objective, None)
+        _, _, clean, clean_targets, text_bytes = _run_pass(engine, groups, config, dataset, objective, None, damage)
         results["val_left_to_right"] = clean / clean_targets if clean_targets else math.nan
         results.setdefault("val_bits_per_byte", clean / text_bytes / math.log(2) if text_bytes else math.nan)
-    return results
+    if config.data.on_error == "skip":
+        damage = {number: entry for part in store.gather(damage) for number, entry in part.items()}
+    if damage:
+        results["val_blocks_left_out"] = len(damage)
+    return results, [damage[number] for number in sorted(damage)]
 
 
 def _plain_objective(config: Config, name: str, dataset: ShardSet) -> Objective:
@@ -80,30 +88,41 @@ def _plain_objective(config: Config, name: str, dataset: ShardSet) -> Objective:
 
 
 def _run_pass(
-    engine: Engine, groups: Groups, config: Config, dataset: ShardSet, objective: Objective, number: int | None
+    engine: Engine,
+    groups: Groups,
+    config: Config,
+    dataset: ShardSet,
+    objective: Objective,
+    number: int | None,
+    damage: dict[int, Damage],
 ) -> tuple[float, float, float, float, float]:
     """Sums over all ranks: masked CE / p, response tokens, clean CE, clean targets; and bytes of text.
 
-    number: the pass, which fixes the noise; None: an objective without noise.
+    number: the pass, which fixes the noise; None: an objective without noise. damage: blocks that this rank left out
+    are added. Raises DataError, on all ranks, if nothing could be read.
     """
     noise = None if number is None else stratified_noise(number, PASSES)
     rows = ValidationLoader(
         dataset, config, objective, groups.dp_rank, groups.dp_size, max_rows=config.train.validation_rows, t=noise,
         draw=number or 0,
     )  # fmt: skip
-    sums = torch.zeros(len(STAT_NAMES) + 1, dtype=torch.float64, device=groups.device)
+    sums = torch.zeros(len(STAT_NAMES) + 2, dtype=torch.float64, device=groups.device)
     at_once = config.train.global_batch_size // (groups.dp_size * config.train.micro_batch_size)
     micro_batches = []
     for count, batch in enumerate(rows, start=1):
-        sums[-1] += batch.counts[:, RESPONSE_TOKENS].sum()
+        sums[-2] += batch.counts[:, RESPONSE_TOKENS].sum()
         micro_batches.append(to_device(batch, batch.loss_weight, groups.device))
         if len(micro_batches) == at_once or count == len(rows):
-            sums[:-1] += engine.forward_backward(micro_batches, forward_only=True)
+            sums[:-2] += engine.forward_backward(micro_batches, forward_only=True)
             micro_batches = []
+    sums[-1] = rows.filled
+    damage |= rows.damage
     dist.all_reduce(sums, group=groups.dp_group)
-    *numbers, response = sums.tolist()
+    *numbers, response, filled = sums.tolist()
+    if not filled:
+        raise DataError(f"{dataset.path}: no block of the validation set can be read; `refusion data verify` says why")
     stats = dict(zip(STAT_NAMES, numbers, strict=True))
-    return stats["weighted_masked"], response, stats["ce_clean"], stats["count_clean"], rows.text_bytes
+    return stats["weighted_masked"], response, stats["ce_clean"], stats["count_clean"], rows.bytes_of(round(filled))
 
 
 def evaluate_checkpoint(config: Config, checkpoint: str) -> dict[str, float]:
@@ -116,12 +135,16 @@ def evaluate_checkpoint(config: Config, checkpoint: str) -> dict[str, float]:
         if config.data.validation is None:
             raise ConfigError("data.validation is not set; give a folder of shards, data.validation=shards/validation")
         folder = store.on_first_rank(lambda: store.resolve(checkpoint))
-        dataset = store.on_every_rank(lambda: ShardSet.open(str(config.data.validation), RemoteOptions.of(config.data)))
+        path, options, stop = str(config.data.validation), RemoteOptions.of(config.data), config.data.on_error == "stop"
+        dataset = store.on_every_rank(lambda: ShardSet.open(path, options, check_shards=stop))
         saved = store.on_first_rank(lambda: store.read_state(folder))
         adopt_model(saved, config, dataset.index.tokenizer, folder)
         chunks = build_model_chunks(config, groups, config.objective.name == "mdm")
         engine = Engine(config, groups, chunks, param_groups(chunks, config.train.weight_decay))
         layout.restore_weights(engine, lambda tensors: store.load(folder, tensors))
-        return evaluate(engine, groups, config, dataset)
+        results, damage = evaluate(engine, groups, config, dataset)
+        if groups.rank == 0:
+            warn_of_damage(damage, "validation")
+        return results
     finally:
         destroy()

@@ -52,7 +52,7 @@ def settle_model(config: Config, index: Index) -> None:
                 )
         if found.vocab_size < index.vocab_size:
             raise ConfigError(
-                f"{where} has {found.vocab_size} rows of vocabulary, data.train={config.data.train} ids up to "
+                f"{where} has {found.vocab_size} rows of vocabulary, data.train ids up to "
                 f"{index.vocab_size - 1}; import the model again with --mask-token, or give its Hugging Face folder"
             )
     elif model.vocab_size < found.vocab_size:
@@ -89,7 +89,7 @@ def _new_rows(source: Source, config: Config, index: Index) -> NewRows:
         mask_id = None
     if mask_id is not None and known is not None and mask_id < known.rows and mask_id not in known.text.values():
         raise ConfigError(
-            f"the mask token of data.train={config.data.train} has id {mask_id}, an ordinary token in "
+            f"the mask token of data.train has id {mask_id}, an ordinary token in "
             f"model.init_from={source.folder}; build the data with that folder's tokenizer"
         )
     used = None if known is None else known.rows
@@ -119,12 +119,12 @@ def _good_checkpoint(config: Config, index: Index) -> Path:
     mask = data.get("special_ids", {}).get("mask")
     if theirs not in (None, ours):
         raise ConfigError(
-            f"model.init_from={config.model.init_from} was trained with tokenizer {theirs}, data.train="
-            f"{config.data.train} was made with {ours}; build the data with the same"
+            f"model.init_from={config.model.init_from} was trained with tokenizer {theirs}, data.train "
+            f"was made with {ours}; build the data with the same"
         )
     if config.objective.name != "ar" and mask != index.special_ids.get("mask"):
         raise ConfigError(
-            f"model.init_from={config.model.init_from} has the mask token {mask}, data.train={config.data.train} "
+            f"model.init_from={config.model.init_from} has the mask token {mask}, data.train "
             f"{index.special_ids.get('mask')}; import it with --mask-token and build the data with its tokenizer"
         )
     return folder

@@ -22,7 +22,7 @@ from refusion_train.telemetry import leave_error, show_warnings
 from refusion_train.train import setup
 from refusion_train.train.run import Run
 from refusion_train.train.signals import STOPPED, StopSignals
-from refusion_train.train.step import exchange_counts, train_step
+from refusion_train.train.step import next_batch, train_step
 
 
 def train(config: Config) -> int:
@@ -37,6 +37,7 @@ def train(config: Config) -> int:
         data = setup.open_data(config)
         with setup.own_folder(config):
             checkpoint, state = setup.find_checkpoint(config, data)
+            setup.check_supply(config, data, state)
             if checkpoint is not None and setup.is_finished(config, data, state):
                 if groups.rank == 0:
                     print(f"{config.run_dir} is finished: {state.step} steps; for more, raise train.steps", flush=True)
@@ -54,8 +55,7 @@ def run_steps(run: Run) -> int:
     run.validate_if_due(begun=False)
     while run.state.step < steps:
         began = time.perf_counter()
-        batch = next(run.loader)
-        counts = exchange_counts(run, batch)
+        batch, counts = next_batch(run)
         if counts.saved:
             run.end_saving()
         if counts.stop:

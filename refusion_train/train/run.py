@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,17 @@ from refusion_train.checkpoint import layout, store
 from refusion_train.checkpoint.writer import Writer
 from refusion_train.config import Config
 from refusion_train.data.loader import TrainLoader, merge_cursors
+from refusion_train.data.mixture import Source
+from refusion_train.data.shard_index import Index
 from refusion_train.data.shards import ShardSet
+from refusion_train.data.streams import Damage
 from refusion_train.errors import CheckpointError, TrainingError
 from refusion_train.parallel.engine import Engine
 from refusion_train.parallel.groups import Groups
 from refusion_train.parallel.lost import rank_lost
 from refusion_train.plan import compute
 from refusion_train.telemetry import Telemetry, has_validation, peak_flops
+from refusion_train.train.damage import warn_of_damage
 from refusion_train.train.evaluate import evaluate
 from refusion_train.train.signals import StopSignals
 from refusion_train.train.state import TrainState, describe_run
@@ -31,10 +36,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Data:
-    """The datasets of a run; `validation` may be absent."""
+    """The datasets of a run; `validation` may be absent. All have one tokenizer and the same special ids."""
 
-    train: ShardSet
+    sources: list[Source]
     validation: ShardSet | None
+
+    @property
+    def index(self) -> Index:
+        """What all sources say alike: tokenizer, special ids, size of the vocabulary."""
+        return self.sources[0].dataset.index
 
 
 @dataclass
@@ -63,10 +73,10 @@ class Run:
             return
         self.end_saving()
         assert self.state.cursor is not None, "steps were done without a cursor"
-        state, config, dataset = dataclasses.replace(self.state), self.config, self.data.train
+        state, config, sources = dataclasses.replace(self.state), self.config, self.data.sources
 
         def join(cursors: list[Any]) -> dict[str, Any]:
-            return describe_run(dataclasses.replace(state, cursor=merge_cursors(cursors)), config, dataset)
+            return describe_run(dataclasses.replace(state, cursor=merge_cursors(cursors)), config, sources)
 
         self.writer.save(state.step, layout.tensors_to_save(self.engine), state.cursor, join)
         if not self.config.checkpoint.asynchronous:
@@ -110,7 +120,9 @@ class Run:
             return
         if not begun and store.on_first_rank(lambda: has_validation(self.config.run_dir, step)):
             return
-        losses = evaluate(self.engine, self.groups, self.config, self.data.validation, stop=self.asked_to_stop)
+        losses, damage = evaluate(self.engine, self.groups, self.config, self.data.validation, stop=self.asked_to_stop)
+        if self.groups.rank == 0:
+            warn_of_damage(damage, "validation")
         if losses:
             self.telemetry.validation({"step": step, **losses})
 
@@ -119,6 +131,18 @@ class Run:
         flag = torch.tensor(float(self.stop.requested))
         dist.all_reduce(flag, group=self.host_group)
         return flag.item() > 0
+
+    def note_damage(self, here: Sequence[Damage]) -> None:
+        """Count the blocks that ranks have left out for the first time in this run, and warn of them.
+
+        here: those of this rank.
+        """
+        parts = store.gather(list(here), self.host_group)
+        every = {(entry.fingerprint, entry.block): entry for part in parts for entry in part}
+        new = [entry for key, entry in sorted(every.items()) if not self.state.has_left_out(entry)]
+        self.state.leave_out(new)
+        if self.groups.rank == 0:
+            warn_of_damage(new, f"step {self.state.step + 1}")
 
     def report_skipped(self, described: str, finite_here: bool) -> None:
         """Warn of a step without update; raise TrainingError when there were too many in a row.
@@ -148,7 +172,13 @@ class Run:
             return {}
         assert self.config.model.vocab_size is not None, "the vocabulary was resolved at the start"
         supervised = self.state.supervised_tokens / self.state.tokens
-        index = self.data.train.index
-        attended = compute.attended_length(index.tokens / max(1, index.documents), self.config.data.sequence_length)
+        row, read = self.config.data.sequence_length, self.state.source_tokens
+        lengths = {
+            source.dataset.fingerprint: source.dataset.index.tokens / max(1, source.dataset.index.documents)
+            for source in self.data.sources
+        }
+        weights = {name: read.get(name, 0) for name in lengths}
+        total = max(1, sum(weights.values()))
+        attended = sum(weights[n] / total * compute.attended_length(mean, row) for n, mean in lengths.items())
         flops = compute.flops_per_token(self.config, self.config.model.vocab_size, supervised, attended)
         return {"mfu": flops * tokens_per_s / (peak * self.groups.world_size)}

@@ -17,13 +17,16 @@ from refusion_train.checkpoint import layout, store
 from refusion_train.checkpoint.writer import Writer
 from refusion_train.config import Config, to_yaml
 from refusion_train.data.loader import TrainLoader
+from refusion_train.data.mixture import open_sources
 from refusion_train.data.remote import RemoteOptions
+from refusion_train.data.shard_index import Index
 from refusion_train.data.shards import ShardSet, check_tokenizer
 from refusion_train.errors import ConfigError
 from refusion_train.model.slot_model import build_model_chunks
 from refusion_train.objective import Objective, make_objective
 from refusion_train.parallel.engine import Engine
 from refusion_train.parallel.groups import Groups
+from refusion_train.sources import sources_of
 from refusion_train.telemetry import METRICS, Telemetry, has_validation
 from refusion_train.train import initial
 from refusion_train.train.folder import hold
@@ -45,7 +48,7 @@ def open_data(config: Config) -> Data:
     Raises DataError or ConfigError, on all ranks alike.
     """
     data = store.on_every_rank(lambda: _open_data(config))
-    index = data.train.index
+    index = data.index
     if config.model.init_from is not None:
         store.on_every_rank(lambda: initial.settle_model(config, index))
     if config.model.vocab_size is None:
@@ -53,35 +56,60 @@ def open_data(config: Config) -> Data:
     if config.model.vocab_size < index.vocab_size:
         raise ConfigError(
             f"model.vocab_size={config.model.vocab_size} is less than the {index.vocab_size} token ids of "
-            f"data.train={config.data.train}; leave it out, or raise it"
+            f"{_shown(config)}; leave it out, or raise it"
         )
     return data
 
 
 def _open_data(config: Config) -> Data:
-    if config.data.train is None:
-        raise ConfigError("data.train is not set; give the folder of shards, for example data.train=shards/train")
-    remote = RemoteOptions.of(config.data)
-    train = ShardSet.open(config.data.train, remote)
-    tokenizer = train.tokenizer()
-    if tokenizer is not None:
-        check_tokenizer(train, tokenizer)
-    if "mask" not in train.index.special_ids:
-        raise ConfigError(f"data.train={config.data.train} has no mask token; build it with `refusion data shards`")
+    sources = open_sources(config)
+    for source in sources:
+        tokenizer = source.dataset.tokenizer()
+        if tokenizer is not None:
+            check_tokenizer(source.dataset, tokenizer)
+    index = sources[0].dataset.index
+    if "mask" not in index.special_ids:
+        raise ConfigError(f"{_shown(config)} has no mask token; build it with `refusion data shards`")
     if config.data.validation is None:
-        return Data(train, None)
-    validation = ShardSet.open(config.data.validation, remote)
-    if validation.index.tokenizer != train.index.tokenizer:
+        return Data(sources, None)
+    stop = config.data.on_error == "stop"
+    validation = ShardSet.open(config.data.validation, RemoteOptions.of(config.data), check_shards=stop)
+    if validation.index.tokenizer != index.tokenizer:
         raise ConfigError(
-            f"data.validation={config.data.validation} was made with another tokenizer than data.train="
-            f"{config.data.train}; build both with the same"
+            f"data.validation={config.data.validation} was made with another tokenizer than {_shown(config)}; build "
+            "both with the same"
         )
-    return Data(train, validation)
+    return Data(sources, validation)
 
 
-def make_run_objective(config: Config, dataset: ShardSet) -> Objective:
+def _shown(config: Config) -> str:
+    """`data.train` for messages that concern all sources alike."""
+    return f"data.train={', '.join(source.path for source in sources_of(config))}"
+
+
+def check_supply(config: Config, data: Data, state: TrainState) -> None:
+    """Refuse more steps than there is data for, where every source has a limit.
+
+    Raises ConfigError on all ranks alike.
+    """
+    left = 0
+    for source in data.sources:
+        if source.config.epochs is None:
+            return
+        tokens = source.config.epochs * source.dataset.index.tokens
+        left += max(0, tokens - state.source_tokens.get(source.dataset.fingerprint, 0))
+    per_step = config.train.global_batch_size * config.data.sequence_length
+    wanted = max(0, config.train.steps - state.step) * per_step
+    if wanted > left:
+        raise ConfigError(
+            f"train.steps={config.train.steps} needs {wanted:,} more tokens, and data.train holds {left:,} more within "
+            f"its limits; raise epochs of a source, or set train.steps={state.step + left // per_step}"
+        )
+
+
+def make_run_objective(config: Config, index: Index) -> Objective:
     """The objective of the run, with the special ids of its data."""
-    special = dataset.index.special_ids
+    special = index.special_ids
     return make_objective(config.objective, special["mask"], special["pad"])
 
 
@@ -121,7 +149,7 @@ def find_checkpoint(config: Config, data: Data) -> tuple[Path | None, TrainState
     if folder is None:
         return None, TrainState()
     saved = store.on_first_rank(lambda: store.read_state(folder))
-    changes = check_unchanged(saved, config, data.train, folder)
+    changes = check_unchanged(saved, config, data.sources, folder)
     if changes and dist.get_rank() == 0:
         logger.warning("going on from %s with changes: %s", folder.name, ", ".join(changes))
     return folder, TrainState.from_dict(saved)
@@ -144,17 +172,17 @@ def assemble(
     config: Config, groups: Groups, data: Data, checkpoint: Path | None, state: TrainState, stop: StopSignals
 ) -> Iterator[Run]:
     """Build model, engine, loader and reports, restored from `checkpoint`, and close them at the end. Collective."""
-    objective = make_run_objective(config, data.train)
+    objective = make_run_objective(config, data.index)
     chunks = build_model_chunks(config, groups, objective.bidirectional)
     engine = Engine(config, groups, chunks, param_groups(chunks, config.train.weight_decay))
     if checkpoint is not None:
         layout.restore(engine, lambda tensors: store.load(checkpoint, tensors))
     elif config.model.init_from is not None:
-        initial.load_weights(engine, config, data.train.index)
+        initial.load_weights(engine, config, data.index)
     host_group = None if groups.device.type == "cpu" else _new_host_group()
     writer = Writer(store.checkpoints_of(config.run_dir), config.checkpoint.keep, _new_host_group())
     store.on_first_rank(lambda: _write_config(config))
-    loader = TrainLoader(data.train, config, objective, groups.dp_rank, groups.dp_size, state.cursor)
+    loader = TrainLoader(data.sources, config, objective, groups.dp_rank, groups.dp_size, state.cursor)
     with loader, Telemetry(config, first_step=state.step, active=groups.rank == 0) as telemetry:
         if checkpoint is not None:
             telemetry.say(f"going on from {checkpoint}")

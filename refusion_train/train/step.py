@@ -15,8 +15,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from refusion_train.checkpoint import store
 from refusion_train.config import ObjectiveConfig
 from refusion_train.data.loader import StepBatch
+from refusion_train.errors import DataError, RefusionError
 from refusion_train.model.batch import DeviceBatch, to_device
 from refusion_train.model.loss import BUCKETS, STAT_NAMES
 from refusion_train.objective.batch import CLEAN, CLEAN_TARGETS, DOCUMENTS, MASKED, RESPONSE_TOKENS
@@ -29,26 +31,83 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Counts:
-    """Of a global batch: `targets` float64 [3] (as `Batch.counts`) and tokens; the largest memory of any rank in MB;
-    whether any rank has been asked to stop; whether a save has ended on all ranks. The same on all ranks."""
+    """Of a global batch: `targets` float64 [3] (as `Batch.counts`), tokens, and tokens from each source; the largest
+    memory of any rank in MB; whether any rank has been asked to stop; whether a save has ended on all ranks. The same
+    on all ranks."""
 
     targets: np.ndarray
     tokens: int
+    source_tokens: list[int]
     memory_mb: float
     stop: bool
     saved: bool
 
 
-def exchange_counts(run: Run, batch: StepBatch) -> Counts:
-    """What all ranks must know before they begin a step. Collective, on the host."""
-    here = [batch.tokens, run.stop.requested, run.writer.ended, peak_memory_mb()]
-    mine = torch.tensor([*batch.counts, *here], dtype=torch.float64)
+def next_batch(run: Run) -> tuple[StepBatch, Counts]:
+    """This rank's part of the next global batch, and what all ranks must know before they train on it. Collective, on
+    the host.
+
+    Raises, on all ranks alike, what kept any of them from reading its part.
+    """
+    batch, error = None, None
+    try:
+        batch = next(run.loader)
+    except RefusionError as failure:
+        error = failure
+    everyone = _exchange(run, batch)
+    if everyone["failed"].any():
+        raise next(failure for failure in store.gather(error, run.host_group) if failure is not None)
+    assert batch is not None, "no rank failed, and this one has no batch"
+    _check_copies(everyone, run.state.step + 1)
+    if everyone["damage"].any():
+        run.note_damage(batch.damage)
+    copies = run.groups.world_size // run.groups.dp_size  # all ranks of one copy of the model have the same rows
+    totals = {name: column.sum(axis=0) / copies for name, column in everyone.items()}
+    counts = Counts(
+        targets=totals["targets"], tokens=round(totals["tokens"].item()),
+        source_tokens=[round(number) for number in totals["sources"].tolist()],
+        memory_mb=everyone["memory"].max().item(), stop=bool(everyone["stop"].any()),
+        saved=bool(everyone["saved"].all()),
+    )  # fmt: skip
+    return batch, counts
+
+
+def _exchange(run: Run, batch: StepBatch | None) -> dict[str, np.ndarray]:
+    """Numbers of all ranks, float64 [ranks] each, targets [ranks, 3], sources [ranks, sources]. batch: None: failed."""
+    here: dict[str, Any] = {
+        "failed": batch is None, "stop": run.stop.requested, "saved": run.writer.ended, "memory": peak_memory_mb(),
+        "dp_rank": run.groups.dp_rank, "tokens": 0, "checksum": 0, "damage": 0, "targets": np.zeros(3),
+        "sources": np.zeros(len(run.data.sources)),
+    }  # fmt: skip
+    if batch is not None:
+        here |= {
+            "tokens": batch.tokens, "checksum": batch.checksum, "targets": batch.counts, "sources": batch.source_tokens,
+            "damage": sum(not run.state.has_left_out(entry) for entry in batch.damage),
+        }  # fmt: skip
+    mine = torch.from_numpy(np.concatenate([np.atleast_1d(value).astype(np.float64) for value in here.values()]))
     everyone = torch.empty(run.groups.world_size, len(mine), dtype=torch.float64)
     dist.all_gather(list(everyone.unbind()), mine, group=run.host_group)
-    copies = run.groups.world_size // run.groups.dp_size  # all ranks of one copy of the model have the same rows
-    *targets, tokens, stops, _, _ = (everyone.sum(dim=0) / copies).tolist()
-    memory, saved = everyone[:, -1].max().item(), everyone[:, -2].min().item() > 0
-    return Counts(np.array(targets), round(tokens), memory, stops > 0, saved)
+    ends = np.cumsum([np.size(value) for value in here.values()])[:-1]
+    columns = np.split(everyone.numpy(), ends, axis=1)
+    return {
+        name: column if isinstance(here[name], np.ndarray) else column[:, 0]
+        for name, column in zip(here, columns, strict=True)
+    }
+
+
+def _check_copies(everyone: dict[str, np.ndarray], step: int) -> None:
+    """Refuse to train on rows that are not the same on all ranks of a copy of the model.
+
+    They read the same files, but not at the same time, and perhaps of different disks. Raises DataError on all ranks.
+    """
+    first: dict[float, int] = {}
+    for rank, (copy, checksum) in enumerate(zip(everyone["dp_rank"], everyone["checksum"], strict=True)):
+        other = first.setdefault(copy, rank)
+        if everyone["checksum"][other] != checksum:
+            raise DataError(
+                f"step {step}: ranks {other} and {rank} should have read the same rows and have not; look for damaged "
+                "shards (`refusion data verify`) and run again: the run goes on from its last checkpoint"
+            )
 
 
 def train_step(run: Run, batch: StepBatch, counts: Counts, began: float) -> dict[str, Any]:
@@ -64,16 +123,34 @@ def train_step(run: Run, batch: StepBatch, counts: Counts, began: float) -> dict
     result = run.engine.step(rate)
     totals = dict(zip(STAT_NAMES, result.statistics.tolist(), strict=True))
     state.advance(batch.cursor, counts.tokens, totals["count_clean"] + totals["count_masked"], result.skipped)
+    state.count_sources([source.dataset.fingerprint for source in run.data.sources], counts.source_tokens)
     seconds = time.perf_counter() - began
     row = {
         "step": state.step, "tokens": state.tokens, "supervised_tokens": state.supervised_tokens,
         **losses(totals, config.objective), "grad_norm": result.grad_norm, "lr": rate,
         "tokens_per_s": counts.tokens / seconds, "step_s": seconds, "memory_mb": counts.memory_mb,
         "epoch": batch.epoch, "skipped": state.skipped, "mdm_buckets": bucket_losses(totals),
-        **run.utilisation(counts.tokens / seconds),
+        **run.utilisation(counts.tokens / seconds), **_what_was_read(run),
     }  # fmt: skip
     if result.skipped:
         run.report_skipped(batch.describe().partition(", ")[2], bool(statistics.isfinite().all()))
+    return row
+
+
+def _what_was_read(run: Run) -> dict[str, Any]:
+    """For the step's row: tokens, share and passes so far of each of several sources; blocks left out, if any."""
+    state, row = run.state, {}
+    if len(run.data.sources) > 1:
+        tokens = {source: state.source_tokens.get(source.dataset.fingerprint, 0) for source in run.data.sources}
+        row["sources"] = {
+            source.name: {
+                "tokens": count, "share": count / max(1, state.tokens), "epochs": count / source.dataset.index.tokens,
+            }
+            for source, count in tokens.items()
+        }  # fmt: skip
+    if run.config.data.on_error == "skip":
+        lost = [tokens for blocks in state.left_out.values() for tokens in blocks.values()]
+        row |= {"blocks_left_out": len(lost), "tokens_left_out": sum(lost)}
     return row
 
 

@@ -21,7 +21,7 @@ def through(start: str, save_to: str, layout: dict[str, Any], mask_id: int | Non
     """Start on a layout, save, and return the optimizer's steps and the moments that are not 0."""
     from refusion_train.checkpoint import layout as logical
     from refusion_train.checkpoint import store
-    from refusion_train.config import Config
+    from refusion_train.config import Config, SourceConfig
     from refusion_train.convert.source import Source
     from refusion_train.model.slot_model import build_model_chunks
     from refusion_train.parallel.engine import Engine
@@ -48,8 +48,9 @@ def through(start: str, save_to: str, layout: dict[str, Any], mask_id: int | Non
     initial.load_weights(engine, config, index)  # type: ignore[arg-type]
     parts = logical.tensors_to_save(engine)
     moved = [name for name, entry in parts.items() if ".exp_" in name and any(p.any() for p in entry.parts.values())]
-    dataset = SimpleNamespace(path=".", fingerprint="", index=index)
-    state = describe_run(TrainState(cursor=SimpleNamespace(to_dict=dict)), config, dataset)  # type: ignore[arg-type]
+    dataset = SimpleNamespace(location=".", fingerprint="", index=index)
+    sources = [SimpleNamespace(name="", dataset=dataset, config=SourceConfig("."))]
+    state = describe_run(TrainState(cursor=SimpleNamespace(to_dict=dict)), config, sources)  # type: ignore[arg-type]
     store.save(save_to, 0, parts, {**state, "imported": {"config": {}}}, keep=1)
     steps = engine.optimizer_steps
     destroy()

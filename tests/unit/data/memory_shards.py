@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,6 +57,9 @@ class MemoryShards:
     @property
     def blocks(self) -> int:
         return len(self._blocks)
+
+    def prepare(self, blocks: Sequence[int]) -> None:
+        assert all(0 <= block < self.blocks for block in blocks), "a hint of blocks that there are not"
 
     def block(self, i: int) -> MemoryBlock:
         with self._lock:

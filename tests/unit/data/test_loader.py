@@ -130,10 +130,10 @@ def test_batches_smaller_and_larger_than_the_streams(data, streams, batch) -> No
 def test_row_j_of_step_i_comes_from_stream_i_times_batch_plus_j(data) -> None:
     config = settings(data__streams=16, train__global_batch_size=6, train__micro_batch_size=1)
     taken = np.zeros(16, dtype=int)
-    before = Cursor.start(16).streams
+    before = np.zeros((16, 3), dtype=np.int64)
     with TrainLoader(data, config, objective_of(config)) as loader:
         for step in range(8):
-            after = next(loader).cursor.streams
+            after = next(loader).cursor.places[data.fingerprint]
             moved = np.flatnonzero((after != before).any(axis=1))
             assert set(moved.tolist()) == {(step * 6 + j) % 16 for j in range(6)}
             taken[moved] += 1
@@ -181,7 +181,8 @@ def test_step_batch_describes_itself(data, memory) -> None:
     assert batch.counts.dtype == np.float64 and batch.counts[1] > 0
     assert batch.epoch == pytest.approx(16 * 48 / data.index.tokens)
     assert later.epoch == pytest.approx(2 * batch.epoch)
-    assert (batch.cursor.streams[0::2] == -1).all() and (batch.cursor.streams[1::2] >= 0).all()
+    places = batch.cursor.places[data.fingerprint]
+    assert (places[0::2] == -1).all() and (places[1::2] >= 0).all()
     assert batch.micro_batches[1].input_ids.base is not None, "a view"
     number, start, stop = batch.documents[0][1:4]
     assert batch.describe(1).startswith(f"step 0, documents {number}[{start}:{stop}] and ")

@@ -160,15 +160,28 @@ def test_units_partition_the_documents(documents, wanted) -> None:
 
 
 def test_cursor_survives_json() -> None:
-    cursor = Cursor(7, np.arange(12).reshape(4, 3), {"seed": 1, "dataset": "sha256:00"})
+    cursor = Cursor(7, {"sha256:00": np.arange(12).reshape(4, 3)}, {"seed": 1})
     back = Cursor.from_dict(json.loads(json.dumps(cursor.to_dict())))
-    assert back.step == 7 and back.order == cursor.order and back.streams.dtype == np.int64
-    np.testing.assert_array_equal(back.streams, cursor.streams)
+    assert back.step == 7 and back.order == cursor.order and back.places["sha256:00"].dtype == np.int64
+    np.testing.assert_array_equal(back.places["sha256:00"], cursor.places["sha256:00"])
+
+
+def test_a_cursor_of_one_dataset_in_its_old_form_is_read() -> None:
+    old = {
+        "step": 7,
+        "streams": [[0, 1, 2], [3, 4, 5]],
+        "order": {"seed": 1, "dataset": "sha256:00", "data.streams": 2},
+    }
+    back = Cursor.from_dict(old)
+    assert back.step == 7 and back.order == {"seed": 1, "data.streams": 2}
+    assert {name: places.tolist() for name, places in back.places.items()} == {"sha256:00": old["streams"]}
 
 
 @pytest.mark.parametrize(
-    "state", [{}, {"step": 1}, {"step": 1, "streams": [[1, 2]]}, {"step": 1, "streams": [["a", 0, 0]]}]
-)
+    "state",
+    [{}, {"step": 1}, {"step": 1, "places": {"a": [[1, 2]]}}, {"step": 1, "places": {"a": [["b", 0, 0]]}},
+     {"step": 1, "streams": [[0, 0, 0]]}],
+)  # fmt: skip
 def test_a_broken_cursor_is_a_data_error(state) -> None:
     with pytest.raises(DataError, match="not readable"):
         Cursor.from_dict(state)
@@ -177,31 +190,30 @@ def test_a_broken_cursor_is_a_data_error(state) -> None:
 def test_merge_cursors() -> None:
     parts = [np.full((4, 3), -1), np.full((4, 3), -1)]
     parts[0][0::2], parts[1][1::2] = 5, 6
-    merged = merge_cursors([Cursor(3, part) for part in parts])
-    np.testing.assert_array_equal(merged.streams[:, 0], [5, 6, 5, 6])
+    dormant = np.full((4, 3), 9)
+    merged = merge_cursors([Cursor(3, {"a": part, "b": dormant}) for part in parts])
+    np.testing.assert_array_equal(merged.places["a"][:, 0], [5, 6, 5, 6])
+    np.testing.assert_array_equal(merged.places["b"], dormant)
     assert merged.step == 3
     with pytest.raises(AssertionError, match="missing"):
-        merge_cursors([Cursor(3, parts[0])])
+        merge_cursors([Cursor(3, {"a": parts[0]})])
     with pytest.raises(AssertionError, match="different steps"):
-        merge_cursors([Cursor(3, parts[0]), Cursor(4, parts[1])])
+        merge_cursors([Cursor(3, {"a": parts[0]}), Cursor(4, {"a": parts[1]})])
 
 
-def test_cursor_of_other_data_is_refused() -> None:
+def test_a_cursor_of_another_order_is_refused() -> None:
     data = numbered([5] * 20)
-    saved = Cursor(1, np.zeros((4, 3), dtype=np.int64), DataOrder(data, 0, 4, 2).identity)
-    DataOrder(data, 0, 4, 2).check(saved)
-    other = numbered([5] * 20)
-    other.fingerprint = "sha256:ff"
+    saved = Cursor(1, {"a": np.zeros((4, 3), dtype=np.int64)}, DataOrder(data, 0, 4, 2).identity)
+    saved.check(DataOrder(data, 0, 4, 2).identity)
     for order, key in (
-        (DataOrder(other, 0, 4, 2), "dataset"),
         (DataOrder(data, 9, 4, 2), "seed"),
         (DataOrder(data, 0, 8, 2), "data.streams"),
         (DataOrder(data, 0, 4, 3), "data.shuffle_blocks"),
     ):
         with pytest.raises(DataError, match=key):
-            order.check(saved)
+            saved.check(order.identity)
     with pytest.raises(DataError, match="4 streams"):
-        DataOrder(data, 0, 8, 2).check(Cursor(1, saved.streams))
+        Cursor(1, saved.places).check(DataOrder(data, 0, 8, 2).identity)
 
 
 @pytest.mark.parametrize("place", [(0, 99, 0), (0, 0, 5), (0, -1, 0)])
