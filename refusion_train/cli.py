@@ -239,10 +239,13 @@ def generate(
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of sampling.", min=0, max=2**63 - 1)] = 0,
     stream: Annotated[bool, typer.Option("--stream", help="Show slots filling in as they are decided.")] = False,
+    trace: Annotated[Optional[Path], typer.Option(help="Write a page (HTML) that replays the decoding.")] = None,  # noqa: UP045
 ) -> None:
     """Continue a prompt by plan and infill.
 
-    Example: refusion generate runs/a/hf --prompt "def main():" --stream
+    Examples:
+      refusion generate runs/a/hf --prompt "def main():" --stream
+      refusion generate runs/a/hf --prompt "def main():" --trace decoding.html
     """
     text = _prompt(prompt, prompt_file)
     from refusion_train.convert.generate import generate_text
@@ -253,7 +256,7 @@ def generate(
     }  # fmt: skip
     generate_text(
         str(folder), text, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed,
-        stream=stream, **{name: value for name, value in options.items() if value is not None},
+        stream=stream, trace=trace, **{name: value for name, value in options.items() if value is not None},
     )  # fmt: skip
 
 

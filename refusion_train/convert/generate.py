@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from refusion_train.convert.family import CLASSES
+from refusion_train.convert.trace import Recorder, check_target, write_page
 from refusion_train.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -27,27 +28,35 @@ def generate_text(
     max_new_tokens: int | None = None,
     *,
     stream: bool = False,
+    trace: Path | None = None,
     device: str | None = None,
     console: Console | None = None,
     **options: Any,
 ) -> str:
     """Continue `prompt` with the model in `hf_dir`, print prompt and continuation, and return the continuation.
 
-    stream: show the response after every forward: in place on a terminal, else as a line each. device: default cuda
+    stream: show the response after every forward: in place on a terminal, else as a line each. trace: a page to write
+    that replays the decoding (see `convert.trace`). device: default cuda
     if there is one. max_new_tokens and options: those of the model's `generate`. What it cost goes to stderr.
     Raises DataError for a folder that cannot be used and ConfigError for options that do not suit it.
     """
     console = console or Console(highlight=False, soft_wrap=True)
+    if trace is not None:
+        check_target(trace)
     model, encode, decode = load_folder(hf_dir, device)
     ids = encode(prompt)
     try:
         with _screen(console, prompt, decode) if stream else nullcontext(None) as show:
-            out = _generate(model, ids, {"max_new_tokens": max_new_tokens, **options, "on_update": show})
+            recorder = None if trace is None else Recorder(decode, _slot_size(model, options))
+            watch = _both(show, recorder)
+            out = _generate(model, ids, {"max_new_tokens": max_new_tokens, **options, "on_update": watch})
     except ValueError as error:
         raise ConfigError(f"{hf_dir}: {error}") from None
     text = decode(out[0, len(ids) :].tolist())
     console.print(Text.assemble((prompt, "bold"), text), soft_wrap=True)
     stats = model.last_stats
+    if trace is not None and recorder is not None:
+        write_page(trace, recorder, prompt, text, {"model": hf_dir, **_told(stats), **options})
     Console(stderr=True, highlight=False).print(
         f"{stats['new_tokens']} tokens in {stats['forwards']} forwards "
         f"({stats['tokens_per_forward']:.2f} tokens per forward), {stats['seconds']:.2f} s",
@@ -101,6 +110,30 @@ def _load_tokenizer(folder: Path) -> tuple[Callable[[str], list[int]], Decode]:
     except (OSError, ValueError) as error:
         raise DataError(f"no tokenizer in '{folder}': {str(error).strip().splitlines()[0]}") from None
     return other.encode, lambda ids: other.decode(ids, skip_special_tokens=True)
+
+
+def _slot_size(model: Any, options: dict[str, Any]) -> int:
+    """What the response is shown in; 8 for decodings that know no slots."""
+    size = options.get("slot_size") or getattr(model.generation_config, "slot_size", None)
+    return size if isinstance(size, int) and size > 0 else 8
+
+
+def _told(stats: dict[str, Any]) -> dict[str, str]:
+    return {
+        "tokens": str(stats["new_tokens"]), "forwards": str(stats["forwards"]),
+        "tokens per forward": f"{stats['tokens_per_forward']:.2f}",
+    }  # fmt: skip
+
+
+def _both(first: Callable[[Update], None] | None, second: Callable[[Update], None] | None) -> Any:
+    """One callback that passes an update on to those of both that are there; None if there is none."""
+    takers = [taker for taker in (first, second) if taker is not None]
+
+    def pass_on(update: Update) -> None:
+        for taker in takers:
+            taker(update)
+
+    return pass_on if takers else None
 
 
 def _generate(model: Any, ids: list[int], options: dict[str, Any]) -> Any:

@@ -124,6 +124,22 @@ class Prediction:
     targets: list[float]  # probabilities of the query's targets; 0 where none was given
 
 
+@dataclass
+class Note:
+    """What the answer to a forward did to a slot, for one who watches.
+
+    what:        candidate (planned, but must wait), planned, judged, corrected, redrawn, committed
+    tokens:      of the slot as far as they are drafted; the first `accepted` of them are final
+    confidences: candidate, planned: of the first token; judged: of each token, 0 where it was not asked for
+    """
+
+    what: str
+    slot: int
+    tokens: list[int]
+    accepted: int
+    confidences: list[float] = field(default_factory=list)
+
+
 Steps = Generator[Query | Rows, Prediction, None]
 
 
@@ -177,6 +193,8 @@ class SlotDecoder:
         self.end: int | None = None
         # Left-to-right prediction (token, probability) of a slot's first token, where its predecessor is committed.
         self._ahead: dict[int, tuple[int, float]] = {}
+        # What happened since somebody last took it from here; None: nobody watches.
+        self.notes: list[Note] | None = None
 
     def steps(self) -> Steps:
         """Yield the forwards of the whole response; afterwards `tokens` is decided up to `end`."""
@@ -230,6 +248,13 @@ class SlotDecoder:
         for number, draft in enumerate(drafts):
             draft.place = number * size
             self._accept(draft, 1)
+        if self.notes is not None:
+            waiting = [row for row in range(len(pool)) if row not in chosen]
+            self.notes += [Note("candidate", pool[row], [best[row][0]], 0, [best[row][1]]) for row in waiting]
+            self.notes += [
+                Note("planned", draft.slot, draft.tokens, draft.accepted, [best[row][1]])
+                for draft, row in zip(drafts, chosen, strict=True)
+            ]
         return drafts
 
     def _choose(self, sure: list[float]) -> list[int]:
@@ -343,12 +368,18 @@ class SlotDecoder:
             self._accept(draft, accepted)
             last = before + len(draft.tokens) - 1
             draft.following = (seen.tokens[last], seen.probabilities[last])
+            if self.notes is not None:
+                sure = [0.0] * (draft.kept + 1) + seen.targets[row : before + count - 1]
+                self.notes.append(Note("judged", draft.slot, draft.tokens, draft.accepted, sure[:count]))
             row = before + count
 
     def _replace(self, draft: _Draft, tokens: list[int]) -> None:
         """Put `tokens` behind the accepted prefix; the first of them is thereby accepted."""
         draft.tokens = draft.tokens[: draft.accepted] + tokens
         self._accept(draft, draft.accepted + 1)
+        if self.notes is not None:
+            what = "corrected" if self.settings.correction == "ar" else "redrawn"
+            self.notes.append(Note(what, draft.slot, draft.tokens, draft.accepted))
 
     def _accept(self, draft: _Draft, count: int) -> None:
         """Accept the first `count` tokens; an end token among them ends the slot there."""
@@ -387,6 +418,8 @@ class SlotDecoder:
         for draft in run:
             assert draft.whole and draft.following is not None, "only whole, seen slots can be committed"
             self._show(draft)
+            if self.notes is not None:
+                self.notes.append(Note("committed", draft.slot, draft.tokens, draft.accepted))
             if self.settings.first_from_ar:
                 self._ahead[draft.slot + 1] = draft.following
 

@@ -8,7 +8,7 @@ This file is copied into every exported folder: it imports torch and its neighbo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .baselines import DiffusionDecoder, LeftToRightDecoder
 from .cache import NO_TARGET, KeyValueCache, Query, forward
-from .decoding import Decoder, Prediction, Rows, Settings, SlotDecoder
+from .decoding import Decoder, Note, Prediction, Rows, Settings, SlotDecoder
 
 DECODERS = {"plan_and_infill": SlotDecoder, "left_to_right": LeftToRightDecoder, "mdm": DiffusionDecoder}
 # Rows of logits that exist at a time: those of a large vocabulary are large.
@@ -32,6 +32,7 @@ class Update:
     decided: list[bool]
     end: int | None  # offset of the earliest end token so far; what follows it will be cut
     forwards: int  # so far, for this row
+    notes: list[Note] = field(default_factory=list)  # decoding by slots: what this forward did to each
 
 
 @dataclass
@@ -46,13 +47,17 @@ class Decoded:
 class Row:
     """One sequence of a batch while it is decoded."""
 
-    def __init__(self, number: int, prompt: list[int], settings: Settings, cache: KeyValueCache) -> None:
-        """number: of the batch; it seeds the row's samples beside `seed`."""
+    def __init__(
+        self, number: int, prompt: list[int], settings: Settings, cache: KeyValueCache, watched: bool = False
+    ) -> None:
+        """number: of the batch; it seeds the row's samples beside `seed`. watched: take notes for updates."""
         self.number = number
         self.settings = settings
         self.decoder: Decoder = DECODERS[settings.decoding](prompt, settings, cache.rows[number])
         self.random = torch.Generator().manual_seed((settings.seed * 1_000_003 + number) % 2**63)
         self.result = Decoded([])
+        if watched and isinstance(self.decoder, SlotDecoder):
+            self.decoder.notes = []
         self._steps = self.decoder.steps()
         # What is to be run, or looked up, next; None: done.
         self.asked: Query | Rows | None = next(self._steps, None)
@@ -68,7 +73,10 @@ class Row:
         settings, decoder = self.settings, self.decoder
         tokens = list(decoder.tokens[: settings.max_new_tokens])
         decided = [token != settings.mask_id for token in tokens]
-        return Update(self.number, tokens, decided, decoder.end, self.result.forwards)
+        notes: list[Note] = []
+        if isinstance(decoder, SlotDecoder) and decoder.notes is not None:
+            notes, decoder.notes = decoder.notes, []
+        return Update(self.number, tokens, decided, decoder.end, self.result.forwards, notes)
 
     def finish(self) -> None:
         settings, decoder = self.settings, self.decoder
@@ -86,7 +94,7 @@ def decode(
     """
     # Masked diffusion keeps nothing: its cache is scratch of the same size.
     cache = KeyValueCache(model, max(map(len, prompts)) + settings.region, len(prompts))
-    rows = [Row(number, prompt, settings, cache) for number, prompt in enumerate(prompts)]
+    rows = [Row(number, prompt, settings, cache, on_update is not None) for number, prompt in enumerate(prompts)]
     results = [row.result for row in rows]
     while rows:
         _advance(model, cache, rows, settings)
