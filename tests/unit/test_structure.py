@@ -37,6 +37,7 @@ LAYERS = {
     "launchers": 9,
     "refusion_train.cli": 10,
     "refusion_train.cli_data": 10,
+    "refusion_train.cli_bench": 10,
     "refusion_train.cli_slurm": 10,
 }
 # Folder or module: what it must never import, at any depth of its own code.
