@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import mmap
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -64,3 +65,15 @@ def fault_of(info: BlockInfo, arrays: Arrays) -> str | None:
     if int(lengths.sum(dtype=np.int64)) != info.tokens or bool(((prompts < 0) | (prompts > lengths)).any()):
         return "document lengths (which do not fit its tokens)"
     return None
+
+
+def is_whole(array: np.ndarray) -> bool:
+    """Whether the file that `array` is mapped from is as long as it was when it was mapped.
+
+    To read behind the end of a mapped file ends the process by a signal (SIGBUS). So this is asked before every copy;
+    who shortens a file in the microseconds after it still kills the rank, and the next start finds the damage.
+    """
+    owner: Any = array
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    return not isinstance(owner, mmap.mmap) or owner.size() >= len(owner)

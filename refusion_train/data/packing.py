@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from refusion_train.data.blocks import is_whole
 from refusion_train.errors import DataError
 from refusion_train.objective import noise
 from refusion_train.objective.batch import PackedDocuments
@@ -154,18 +154,6 @@ class CutShort(DataError):
     def __init__(self, block: int, content: Block) -> None:
         super().__init__(f"shard {content.shard}, block {content.key}: the file has been cut short while it was read")
         self.block = block
-
-
-def is_whole(tokens: np.ndarray) -> bool:
-    """Whether the file that `tokens` are mapped from is as long as it was when it was mapped.
-
-    To read behind the end of a mapped file ends the process by a signal (SIGBUS). So this is asked before every copy;
-    who shortens a file in the microseconds after it still kills the rank, and the next start finds the damage.
-    """
-    owner: Any = tokens
-    while isinstance(owner, np.ndarray):
-        owner = owner.base
-    return not isinstance(owner, mmap.mmap) or owner.size() >= len(owner)
 
 
 def cut(tape: Tape, start: int, stop: int, column: int, length: int) -> Cut:

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from refusion_train.data.blocks import Arrays, arrays_of, documents_of, fault_of
+from refusion_train.data.blocks import Arrays, arrays_of, documents_of, fault_of, is_whole
 from refusion_train.data.remote import RemoteBlocks, RemoteOptions, open_remote
 from refusion_train.data.shard_index import (
     INDEX_FILE,
@@ -194,6 +194,8 @@ class ShardSet:
         # A mapped file that has been cut short would end the process by a signal: look before touching.
         self._check_size(shard)
         with self._lock:
+            if number in self._maps and not is_whole(self._maps[number]):
+                del self._maps[number]  # cut short, and then put right by another file of the same name
             if number not in self._maps:
                 path = os.path.join(self.path, shard.name)
                 try:
