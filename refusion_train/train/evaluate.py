@@ -120,7 +120,9 @@ def _run_pass(
     dist.all_reduce(sums, group=groups.dp_group)
     *numbers, response, filled = sums.tolist()
     if not filled:
-        raise DataError(f"{dataset.path}: no block of the validation set can be read; `refusion data verify` says why")
+        raise DataError(
+            f"{dataset.path}: none of its blocks that are used can be read; `refusion data verify` says why"
+        )
     stats = dict(zip(STAT_NAMES, numbers, strict=True))
     return stats["weighted_masked"], response, stats["ce_clean"], stats["count_clean"], rows.bytes_of(round(filled))
 

@@ -141,12 +141,13 @@ def _what_was_read(run: Run) -> dict[str, Any]:
     """For the step's row: tokens, share and passes so far of each of several sources; blocks left out, if any."""
     state, row = run.state, {}
     if len(run.data.sources) > 1:
-        tokens = {source: state.source_tokens.get(source.dataset.fingerprint, 0) for source in run.data.sources}
+        read = [(source, state.source_tokens.get(source.dataset.fingerprint, 0)) for source in run.data.sources]
         row["sources"] = {
             source.name: {
-                "tokens": count, "share": count / max(1, state.tokens), "epochs": count / source.dataset.index.tokens,
+                "tokens": tokens, "share": tokens / max(1, state.tokens),
+                "epochs": tokens / source.dataset.index.tokens,
             }
-            for source, count in tokens.items()
+            for source, tokens in read
         }  # fmt: skip
     if run.config.data.on_error == "skip":
         lost = [tokens for blocks in state.left_out.values() for tokens in blocks.values()]
