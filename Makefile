@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test lint types unit matrix clean
+.PHONY: install demo test lint types unit matrix slurm clean
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -29,11 +29,15 @@ types: $(STAMP)
 	$(BIN)/pyright
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest -m "not matrix"
+	$(BIN)/python -m pytest -m "not matrix and not slurm"
 
 # Every layout of ranks against one process, of which `make test` runs a part.
 matrix: $(STAMP)
 	$(BIN)/python -m pytest -m matrix
+
+# Training as jobs of a Slurm cluster that the tests start on this host; skipped where Slurm is not installed.
+slurm: $(STAMP)
+	$(BIN)/python -m pytest -rs -m slurm
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -9,13 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Command, Submitted
 from groups import losses, rows, train_group
+from jobs import Command, Submitted
 from local_cluster import LocalCluster
 
 from refusion_train.config import Config
 
-pytestmark = pytest.mark.slurm
 STEPS = 200
 
 
@@ -41,6 +40,7 @@ def assert_same(config: Config, undisturbed: Config) -> None:
     assert rows(config)[-1] == pytest.approx(rows(undisturbed)[-1], abs=1e-6)
 
 
+@pytest.mark.slurm
 def test_two_nodes_of_two_ranks(refusion: Command, undisturbed: Config, again: Config) -> None:
     again.train.steps = 12
     job = refusion.submit(again, ranks_per_node=2)
@@ -55,6 +55,7 @@ def test_two_nodes_of_two_ranks(refusion: Command, undisturbed: Config, again: C
     assert "finished (all steps are done)" in told.stdout
 
 
+@pytest.mark.slurm
 def test_a_run_lives_through_all_that_ends_a_job(
     refusion: Command, cluster: LocalCluster, undisturbed: Config, again: Config
 ) -> None:
@@ -97,12 +98,12 @@ def _reach(job: Submitted, step: int) -> None:
     job.wait_for(lambda: job.step >= step and len(job.ends) < job.begun(), f"step {step}")
 
 
-def test_a_job_that_gets_nowhere_is_stopped(refusion: Command, again: Config, tmp_path: Path) -> None:
+def test_a_job_that_gets_nowhere_is_stopped(refusion: Command, tiny_config: Config, tmp_path: Path) -> None:
     """The interpreter of the ranks breaks; it works for what notes the attempts."""
     broken = tmp_path / "python"
     broken.write_text(f'#!/bin/sh\ncase "$*" in *cli*) echo broken >&2; exit 1 ;; esac\nexec {sys.executable} "$@"\n')
     broken.chmod(0o755)
-    job = refusion.submit(again, python=str(broken))
+    job = refusion.submit(tiny_config, python=str(broken))
     job.wait_for_state("FAILED")
     assert job.ends == ["failed"] * 3
     assert [event["next"] for event in job.events if event["event"] == "end"] == ["again", "again", "none"]
@@ -110,24 +111,26 @@ def test_a_job_that_gets_nowhere_is_stopped(refusion: Command, again: Config, tm
     assert job.begun() == 3 and not (job.run / "slurm" / "holder").exists()
 
 
-def test_a_wrong_configuration_never_enters_the_queue(refusion: Command, cluster: LocalCluster, again: Config) -> None:
-    again.train.global_batch_size, again.train.micro_batch_size = 3, 1
+def test_a_wrong_configuration_is_not_queued(refusion: Command, cluster: LocalCluster, tiny_config: Config) -> None:
+    tiny_config.train.global_batch_size, tiny_config.train.micro_batch_size = 3, 1
     before = cluster.run("squeue", "-h", "-t", "all", "-o", "%A")
-    result = refusion("submit", str(refusion.write(again)), "--cluster", str(refusion.machine()))
+    result = refusion("submit", str(refusion.write(tiny_config)), "--cluster", str(refusion.machine()))
     assert result.returncode == 2 and "train.global_batch_size=3" in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert cluster.run("squeue", "-h", "-t", "all", "-o", "%A") == before
-    assert not Path(again.run_dir).exists()
+    assert not Path(tiny_config.run_dir).exists()
 
 
-def test_one_job_has_a_run_folder(refusion: Command, cluster: LocalCluster, again: Config, tmp_path: Path) -> None:
+def test_one_job_has_a_run_folder(
+    refusion: Command, cluster: LocalCluster, tiny_config: Config, tmp_path: Path
+) -> None:
     """A second submission is refused; a copy of the script that is submitted by hand stops with a clear line."""
     sleeper = tmp_path / "python"
     sleeper.write_text(f'#!/bin/sh\ncase "$*" in *cli*) exec sleep 600 ;; esac\nexec {sys.executable} "$@"\n')
     sleeper.chmod(0o755)
-    job = refusion.submit(again, python=str(sleeper))
+    job = refusion.submit(tiny_config, python=str(sleeper))
     job.wait_for(lambda: job.begun() == 1, "the start")
-    second = refusion("submit", str(refusion.write(again)), "--cluster", str(refusion.machine()))
+    second = refusion("submit", str(refusion.write(tiny_config)), "--cluster", str(refusion.machine()))
     assert second.returncode == 2 and f"has a job already: {job.number} (RUNNING)" in second.stderr
     by_hand = tmp_path / "copy.sbatch"
     shutil.copy(job.run / "slurm" / "job.sbatch", by_hand)
@@ -139,23 +142,23 @@ def test_one_job_has_a_run_folder(refusion: Command, cluster: LocalCluster, agai
     assert job.ends == ["interrupted"]
 
 
-def test_slurm_is_asked_whether_it_can_ever_run(refusion: Command, again: Config) -> None:
-    words = ["submit", str(refusion.write(again)), "--cluster", str(refusion.machine()), "--test-only"]
+def test_slurm_is_asked_whether_it_can_ever_run(refusion: Command, tiny_config: Config) -> None:
+    words = ["submit", str(refusion.write(tiny_config)), "--cluster", str(refusion.machine()), "--test-only"]
     assert "to start at" in refusion(*words).stdout
     impossible = refusion(*words, "cluster.memory=9000G")
     assert impossible.returncode == 1 and len(impossible.stderr.splitlines()) == 1
-    assert not Path(again.run_dir).exists()
+    assert not Path(tiny_config.run_dir).exists()
 
 
-def test_no_answer_of_the_controller_is_one_line(refusion: Command, cluster: LocalCluster, again: Config) -> None:
-    folder = Path(again.run_dir) / "slurm"
+def test_no_answer_of_the_controller_is_one_line(refusion: Command, cluster: LocalCluster, tiny_config: Config) -> None:
+    folder = Path(tiny_config.run_dir) / "slurm"
     folder.mkdir(parents=True)
     (folder / "submitted.json").write_text('{"job": "1", "steps": 5}')
     cluster.silence_controller()
     try:
         for words in (
-            ["submit", str(refusion.write(again)), "--cluster", str(refusion.machine())],
-            ["status", again.run_dir],
+            ["submit", str(refusion.write(tiny_config)), "--cluster", str(refusion.machine())],
+            ["status", tiny_config.run_dir],
         ):
             began = time.monotonic()
             result = refusion(*words)
