@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("data", "training", "layouts", "planning", "huggingface", "decoding")
+PAGES = ("data", "training", "layouts", "slurm", "planning", "huggingface", "decoding")
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
