@@ -196,11 +196,11 @@ class StepFeed:
 
     def take(self) -> _Taken:
         packer = RowPacker(len(self.rows), self.length)
-        weights, points = self.shares.weights(self.step), self.shares.points(self.step)
+        draws = self.shares.rows_of(self.step)
         touched = set()
         for row, j in enumerate(self.rows):
             number = (self.step * self.global_batch + j) % self.streams
-            self.blends[number].fill(packer, row, points[j], weights)
+            self.blends[number].fill(packer, row, draws[j])
             touched.add(number)
         for number in touched:
             for fingerprint, stream in zip(self.fingerprints, self.blends[number].streams, strict=True):

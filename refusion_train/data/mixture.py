@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -71,6 +71,14 @@ def open_sources(config: Config) -> list[Source]:
     return sources
 
 
+class Draw(NamedTuple):
+    """Of a row: its source if none is used up, its point in [0, 1), and the weights of the step."""
+
+    number: int
+    point: float
+    weights: Sequence[float]
+
+
 class Shares:
     """Which source every row of every step comes from, as long as none is used up."""
 
@@ -84,12 +92,21 @@ class Shares:
         """The shares at a step; they add up to 1."""
         return weights_at(self.sources, step)
 
-    def points(self, step: int) -> list[float]:
-        """The point in [0, 1) of every row of a step."""
+    def points(self, step: int) -> np.ndarray:
+        """The point in [0, 1) of every row of a step, float64 [rows]."""
         within = ((self._start + step * _GOLDEN) % (1 << 64)) / 2**64
         key = noise.mix(self._key, np.uint64(step))
         order = np.argsort(noise.mix(key, np.arange(self.rows, dtype=np.uint64)), kind="stable")
-        return ((order + min(within, 1 - 2.0**-53)) / self.rows).tolist()
+        return (order + min(within, 1 - 2.0**-53)) / self.rows
+
+    def rows_of(self, step: int) -> list[Draw]:
+        """What decides on the source of every row of a step."""
+        if len(self.sources) == 1:
+            return [Draw(0, 0.0, (1.0,))] * self.rows
+        weights, points = tuple(self.weights(step)), self.points(step)
+        ends = np.cumsum(weights)
+        numbers = np.minimum(ends.searchsorted(points * ends[-1], "right"), np.flatnonzero(weights)[-1])
+        return [Draw(n, p, weights) for n, p in zip(numbers.tolist(), points.tolist(), strict=True)]
 
 
 def choose(point: float, weights: Sequence[float], open_: Sequence[int]) -> int:
@@ -120,11 +137,17 @@ class Blend:
         self.streams = streams
         self.epochs = epochs
         self._all = range(len(streams))
+        self._limited = [number for number in self._all if epochs[number] is not None]
 
-    def fill(self, packer: RowPacker, row: int, point: float, weights: Sequence[float]) -> None:
-        """Fill a row; point, weights: see `Shares`."""
+    def fill(self, packer: RowPacker, row: int, draw: Draw) -> None:
+        """Fill a row."""
         column = 0
         while column < packer.length:
-            open_ = [n for n in self._all if not self.streams[n].used_up(self.epochs[n])]
-            number = choose(point, weights, open_ or self._all)
-            column = self.streams[number].fill(packer, row, column, self.epochs[number] if open_ else None)
+            gone = [number for number in self._limited if self.streams[number].used_up(self.epochs[number])]
+            if not gone:
+                number, limit = draw.number, self.epochs[draw.number]
+            else:
+                open_ = [number for number in self._all if number not in gone]
+                number = choose(draw.point, draw.weights, open_ or self._all)
+                limit = self.epochs[number] if open_ else None
+            column = self.streams[number].fill(packer, row, column, limit)

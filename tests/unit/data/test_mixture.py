@@ -35,8 +35,9 @@ def changed(source: Source, **changes: object) -> Source:
 
 
 def choices(shares: Shares, step: int) -> list[int]:
-    weights = shares.weights(step)
-    return [choose(point, weights, range(len(weights))) for point in shares.points(step)]
+    draws = shares.rows_of(step)
+    assert all(choose(d.point, d.weights, range(len(d.weights))) == d.number for d in draws)
+    return [draw.number for draw in draws]
 
 
 # ------------------------------------------------------------------------------------------------------ the choice
@@ -51,7 +52,7 @@ def test_every_step_has_its_shares_to_one_row(weights, rows, seed, step) -> None
     counts = np.bincount(choices(shares, step), minlength=len(weights))
     wanted = rows * np.array(weights) / sum(weights)
     assert (np.abs(counts - wanted) < 1 + 1e-9).all(), "a source has lost or gained more than a row"
-    assert sorted(np.floor(np.array(shares.points(step)) * rows).astype(int)) == list(range(rows))
+    assert sorted(np.floor(shares.points(step) * rows).astype(int)) == list(range(rows))
 
 
 @examples(max_examples=15, deadline=None)
