@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from refusion_train import config as configuration
-from refusion_train.config import Config, all_keys, load, shipped_configs, to_yaml, validate
+from refusion_train.config import Config, SourceConfig, all_keys, load, shipped_configs, to_yaml, validate
 from refusion_train.errors import ConfigError
+from refusion_train.sources import expected_tokens, short_names, sources_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,6 +73,68 @@ def test_bad_files_name_the_file(tmp_path: Path, text: str, part: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(file)
     assert part in str(caught.value) and "bad.yaml" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "part"),
+    [
+        ("data.train=[]", "empty list"),
+        ("data.train=3", "neither a folder nor a list"),
+        ("data.train={path: a}", "neither a folder nor a list"),
+        ("data.train=[{weight: 1}]", "data.train[0].path is not set"),
+        ("data.train=[{path: a, wieght: 1}]", "unknown key 'data.train[0].wieght'"),
+        ("data.train=[{path: a},{path: b, weight: -1}]", "data.train[1].weight=-1"),
+        ("data.train=[{path: a, weight: 0}]", "data.train[0].weight=0"),
+        ("data.train=[{path: a, weight: .nan}]", "data.train[0].weight=nan"),
+        ("data.train=[{path: a, weight: true}]", "data.train[0].weight=True"),
+        ("data.train=[{path: a, weight: [[0, 1], [0, 2]]}]", "grow from point to point"),
+        ("data.train=[{path: a, weight: [[0, -1], [5, 2]]}]", "must not be negative"),
+        ("data.train=[{path: a, weight: [0, 1]}]", "is not a schedule"),
+        ("data.train=[{path: a, weight: [[0, 1], [9, 0]]}]", "no source has any weight at step 9"),
+        ("data.train=[{path: a},{path: ./a/}]", "is the dataset of data.train[0]"),
+        ("data.train=[{path: a, epochs: 0}]", "data.train[0].epochs=0"),
+        ("data.train=[{path: a, epochs: 1.5}]", "data.train[0].epochs=1.5"),
+    ],
+)
+def test_wrong_sources_name_the_key(word: str, part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, [word])
+    assert part in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_sources_from_file_and_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("data: {train: [{path: a, weight: [[0, 0.7], [100, 0.2]]}, {path: b, weight: 0.3, epochs: 2}]}\n")
+    assert sources_of(load(file)) == [SourceConfig("a", [[0, 0.7], [100, 0.2]]), SourceConfig("b", 0.3, 2)]
+    again = tmp_path / "again.yaml"
+    again.write_text(to_yaml(load(file)))
+    assert load(again) == load(file)
+    words = ["data.train=[{path: c, weight: 0.7},{path: d, weight: 0.3}]"]
+    assert sources_of(load(file, words)) == [SourceConfig("c", 0.7), SourceConfig("d", 0.3)]
+    assert sources_of(load(file, ["data.train=c"])) == [SourceConfig("c")]
+    with pytest.raises(ConfigError, match="give the list as a whole"):
+        load(file, ["data.train[0].weight=1"])
+    with pytest.raises(ConfigError, match=r"data\.train is not set"):
+        sources_of(load(None))
+
+
+def test_expected_tokens_by_weights_and_limits() -> None:
+    web, code = SourceConfig("web", 3.0), SourceConfig("code", 1.0)
+    assert expected_tokens([web, code], [500, 500], 100, 10) == pytest.approx([750, 250])
+    code.epochs = 1  # 100 of its tokens, then all from the web
+    assert expected_tokens([web, code], [500, 100], 100, 10) == pytest.approx([900, 100])
+    web.weight = [[0, 1.0], [100, 0.0]]
+    code = SourceConfig("code", [[0, 0.0], [100, 1.0]])
+    assert expected_tokens([web, code], [500, 500], 100, 10) == pytest.approx([500, 500], abs=10)
+    web, code = SourceConfig("web", 1.0, 1), SourceConfig("code", 1.0, 1)
+    assert sum(expected_tokens([web, code], [100, 100], 100, 10)) == pytest.approx(1000)
+
+
+def test_short_names() -> None:
+    assert short_names(["shards/web/train", "shards/code/train"]) == ["web", "code"]
+    assert short_names(["shards/train"]) == ["train"]
+    assert short_names(["a", "a/b"]) == ["a", "a/b"]
+    assert short_names(["s3://x/web", "/data/code"]) == ["s3:/x/web", "data/code"]
 
 
 def test_missing_file_names_the_shipped_ones() -> None:

@@ -157,3 +157,20 @@ def test_warnings_are_lines_on_stderr(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_memory_is_in_megabytes() -> None:
     assert 20 < telemetry.peak_memory_mb() < 20_000
+
+
+def test_what_was_read_of_each_source_is_told_now_and_then(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config.train.steps, config.train.tensorboard = 120, True
+    sources = {"web": {"tokens": 70, "share": 0.7, "epochs": 0.25}, "code": {"tokens": 30, "share": 0.3, "epochs": 2.0}}
+    with Telemetry(config, first_step=0, active=True) as reports:
+        for step in range(1, 121):
+            reports.step({**row(step), "sources": sources})
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("read so far")]
+    assert lines == ["read so far: web 70.0% (0.25 epochs), code 30.0% (2 epochs)"] * 3  # steps 50, 100 and 120
+    assert rows(config)[-1]["sources"] == sources
+    events = EventAccumulator(config.run_dir + "/tensorboard")
+    events.Reload()
+    assert events.Scalars("sources/web/share")[-1].value == pytest.approx(0.7)
+    assert events.Scalars("sources/code/epochs")[-1].step == 120

@@ -10,7 +10,7 @@ import pytest
 
 from refusion_train.config import Config, ObjectiveConfig
 from refusion_train.errors import ConfigError
-from refusion_train.plan import compute, plan
+from refusion_train.plan import compute, mixed, plan
 
 # Megatron-LM's script for table 1 of arXiv 2104.04473 (examples/sc21/run_table_1.sh): pipeline, micro-batch, global
 # batch, layers, hidden, heads, hosts of 8, layers per chunk (None: one chunk) -> chunks, micro-batches. Tensor: 8.
@@ -118,6 +118,20 @@ def test_the_dataset_gives_vocabulary_epochs_and_lengths() -> None:
     unknown = plan(config, 1)
     assert unknown.arithmetic.attended == 256 and unknown.duration.epochs is None
     assert plan(config, 1, dataset=_Index(documents=0, tokens=0)).arithmetic.attended == 256
+
+
+def test_a_mixture_has_passes_of_each_source_and_the_documents_that_are_read() -> None:
+    config = _config()
+    config.model.vocab_size = None
+    config.data.train = [{"path": "shards/long", "weight": 3}, {"path": "shards/short", "weight": 1, "epochs": 1}]
+    sizes = [_Index(1000, 1_000_000), _Index(10, 1000)]
+    found = plan(config, 1, dataset=mixed(config, sizes))
+    tokens = 10 * 8 * 256
+    assert found.duration.source_epochs == pytest.approx({"long": (tokens - 1000) / 1_000_000, "short": 1.0})
+    assert found.parameters.embedding == 300 * 64
+    mean = tokens / ((tokens - 1000) / 1000 + 10)  # as many documents of each as are read
+    assert found.arithmetic.attended == pytest.approx(compute.attended_length(mean, 256))
+    assert mixed(config, sizes[:1]) is sizes[0]
 
 
 def test_days_and_speed() -> None:
