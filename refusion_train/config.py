@@ -144,6 +144,8 @@ class TrainConfig:
     validation_rows: int | None = 256
     log_interval: int = 1
     tensorboard: bool = True
+    # A rank that completes no step, save or validation for so long shows its stacks and ends; null: it waits for ever.
+    timeout_minutes: float | None = None
 
 
 @dataclass
@@ -378,7 +380,7 @@ _POSITIVE = (
     "checkpoint.interval", "checkpoint.keep",
 )  # fmt: skip
 _POSITIVE_OR_NULL = {
-    "train.validation_rows": "all", "parallel.pipeline_first": "an equal share",
+    "train.validation_rows": "all", "train.timeout_minutes": "no limit", "parallel.pipeline_first": "an equal share",
     "parallel.pipeline_last": "an equal share",
 }  # fmt: skip
 _NOT_NEGATIVE = (

@@ -23,6 +23,7 @@ from refusion_train.train import setup
 from refusion_train.train.run import Run
 from refusion_train.train.signals import STOPPED, StopSignals
 from refusion_train.train.step import next_batch, train_step
+from refusion_train.train.watchdog import Watchdog
 
 
 def train(config: Config) -> int:
@@ -43,16 +44,20 @@ def train(config: Config) -> int:
                     print(f"{config.run_dir} is finished: {state.step} steps; for more, raise train.steps", flush=True)
                 code = 0
             else:
-                with setup.assemble(config, groups, data, checkpoint, state, stop) as run:
-                    code = run_steps(run)
+                with (
+                    Watchdog(config.train.timeout_minutes) as watchdog,
+                    setup.assemble(config, groups, data, checkpoint, state, stop) as run,
+                ):
+                    code = run_steps(run, watchdog)
         destroy()
         return code
 
 
-def run_steps(run: Run) -> int:
+def run_steps(run: Run, watchdog: Watchdog) -> int:
     """Steps, until all are done or a signal comes."""
     steps, interval = run.config.train.steps, run.config.checkpoint.interval
     run.validate_if_due(begun=False)
+    watchdog.beat(run.state.step)
     while run.state.step < steps:
         began = time.perf_counter()
         batch, counts = next_batch(run)
@@ -64,9 +69,11 @@ def run_steps(run: Run) -> int:
             run.telemetry.say(f"stopped after step {run.state.step}; run again to go on")
             return STOPPED
         run.telemetry.step(train_step(run, batch, counts, began))
+        watchdog.beat(run.state.step)
         if run.state.step % interval == 0 or run.state.step == steps:
             run.save()
         run.validate_if_due()
+        watchdog.beat(run.state.step)
     run.end_saving()
     return 0
 
