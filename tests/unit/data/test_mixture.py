@@ -104,7 +104,7 @@ def test_one_source_is_read_as_ever_and_old_cursors_go_on() -> None:
     assert zlib.crc32(b"".join(batches[:12])) == GOLDEN
     listed, cursor = run([Source("a", data, SourceConfig("a", 0.3, 9))], settings(), 2, 12)  # type: ignore[list-item]
     assert listed == batches[:12] and cursor.places["sha256:00"].tolist() == OLD_CURSOR["streams"]
-    for sources in (data, [Source("a", data, SourceConfig("a"))]):
+    for sources in (data, [Source("a", data, SourceConfig("a"))]):  # type: ignore[arg-type]
         assert run(sources, settings(), 4, 8, Cursor.from_dict(OLD_CURSOR))[0] == batches[12:]
 
 
