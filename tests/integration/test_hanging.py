@@ -33,7 +33,8 @@ def test_a_rank_that_hangs_ends_the_group(undisturbed: Config, again: Config) ->
     again.train.timeout_minutes = 15 / 60
     group = Group(again, 2, hang_on_rank_1)
     assert group.wait() == [Outcome(1), Outcome(1)]
-    assert "no step was completed for" in group.output and "in train_step" in group.output, "rank 0 shows where it waits"
+    assert "no step was completed for" in group.output
+    assert "in train_step" in group.output, "rank 0 shows where it waits"
     assert "train_step" in group._logs[1].read_text() or "hanging" in group._logs[1].read_text()
     again.train.timeout_minutes = None
     train_group(again, 2)
