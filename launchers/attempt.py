@@ -8,7 +8,7 @@ runs, so all that is known lies in the run folder. Needs the standard library on
      "step": 80, "next": "again"}
 
 `step` is that of the newest checkpoint. why: finished; stopped (by a signal, saved); interrupted (Slurm ended the
-stretch: preemption, requeue, scancel, time limit); failed; configuration (exit code 2); lost (no end was written, as
+stretch: preemption, requeue, scancel); failed; configuration (exit code 2); lost (no end was written, as
 after a node failure; noted by the next begin).
 """
 
@@ -100,7 +100,7 @@ def end(run: Path, job: str, restart: int, code: int, max_stalls: int) -> int:
     if code == 0:
         why, reason = "finished", "all steps are done"
     elif interrupted:
-        why, reason = "interrupted", "Slurm ended it (preemption, requeue, scancel or time limit)"
+        why, reason = "interrupted", "Slurm ended it (preemption, requeue or scancel)"
     elif code == AGAIN or (code in _SIGNALLED and not errors):
         why, reason = "stopped", "saved after a signal" if code == AGAIN else "a signal came before the training began"
     elif code == CONFIGURATION or _only_configuration(errors):
