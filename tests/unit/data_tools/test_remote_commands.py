@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conftest import TinyDataset
 from http_shards import Site, flip, serve, status
 from typer.testing import CliRunner
 
@@ -16,7 +16,7 @@ from refusion_train.errors import ConfigError, DataError, RefusionError
 
 
 @pytest.fixture
-def site(tiny_dataset: TinyDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+def site(tiny_dataset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """The tiny dataset at URL/, its cache in the test's folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     with serve(tiny_dataset.train.parent) as site:
@@ -31,7 +31,7 @@ def said(*words: str) -> str:
     return result.stdout
 
 
-def test_verify(site: Site, tiny_dataset: TinyDataset) -> None:
+def test_verify(site: Site, tiny_dataset: Any) -> None:
     lines = said("verify", site.url).splitlines()
     assert [line.split(":", 2)[-1].split("/", 1)[1] for line in lines] == [
         line.rsplit("/", 1)[1] for line in said("verify", str(tiny_dataset.train.parent)).splitlines()
@@ -45,7 +45,7 @@ def test_verify(site: Site, tiny_dataset: TinyDataset) -> None:
         said("verify", f"{site.url}/train")
 
 
-def test_stats_are_those_of_the_folder(site: Site, tiny_dataset: TinyDataset) -> None:
+def test_stats_are_those_of_the_folder(site: Site, tiny_dataset: Any) -> None:
     there = said("stats", site.url, "--json").replace(site.url, "")
     assert there == said("stats", str(tiny_dataset.train.parent), "--json").replace(str(tiny_dataset.train.parent), "")
     assert all(end is not None and end - first < 2000 for _, first, end in site.asked("tar") if first is not None)
@@ -53,7 +53,7 @@ def test_stats_are_those_of_the_folder(site: Site, tiny_dataset: TinyDataset) ->
     assert said("stats", site.url, "--json").replace(site.url, "") == there
 
 
-def test_show(site: Site, tiny_dataset: TinyDataset, tmp_path: Path) -> None:
+def test_show(site: Site, tiny_dataset: Any, tmp_path: Path) -> None:
     assert said("show", site.url, "-n", "2") == said("show", str(tiny_dataset.train), "-n", "2")
     assert len(list((tmp_path / "home" / "refusion").rglob("tokenizer/tokenizer.model"))) == 1
     words = ("--config", "demo", "-n", "1", "data.sequence_length=32", "objective.slot_sizes=[4]")
@@ -65,7 +65,7 @@ def test_show(site: Site, tiny_dataset: TinyDataset, tmp_path: Path) -> None:
         said("show", site.url, "data.sequence_length=32")
 
 
-def test_without_a_tokenizer(site: Site, tiny_dataset: TinyDataset, tmp_path: Path) -> None:
+def test_without_a_tokenizer(site: Site, tiny_dataset: Any, tmp_path: Path) -> None:
     shutil.copytree(tiny_dataset.validation, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer"))
     with serve(tmp_path) as bare:
         for path in (str(tmp_path / "bare"), f"{bare.url}/bare"):
