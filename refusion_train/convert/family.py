@@ -39,8 +39,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Contents of a folder's config.json. Raises DataError."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
-    except FileNotFoundError:
-        raise DataError(f"'{folder}' is not a Hugging Face folder: config.json is missing") from None
+    except (FileNotFoundError, NotADirectoryError):
+        what = "it is a file" if folder.is_file() else "config.json is missing"
+        raise DataError(f"'{folder}' is not a Hugging Face folder: {what}") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{folder / 'config.json'} cannot be read: {error}") from None
     if not isinstance(config, dict):

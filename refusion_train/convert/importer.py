@@ -47,8 +47,9 @@ class Imported:
     def summary(self) -> str:
         """One line for a person."""
         mask = "no mask token" if self.mask_id is None else f"mask token {self.mask_id}"
+        made = f"{self.new_rows} row{'s' * (self.new_rows != 1)} of the vocabulary made"
         place = "nothing written" if self.folder is None else f"written to {self.folder}"
-        return f"weights in {', '.join(self.dtypes)}; {mask}; {self.new_rows} new rows of vocabulary; {place}"
+        return f"weights in {', '.join(self.dtypes)}; {mask}; {made}; {place}"
 
     def yaml(self) -> str:
         """The `model` section of a configuration that starts from it."""

@@ -37,7 +37,7 @@ def test_a_run_starts_with_the_weights(
     assert command(words) == 0
     out = capsys.readouterr()
     (tmp_path / "run.yaml").write_text(out.out)
-    assert "mask token 4; 1 new rows" in out.err and "qkv_bias: true" in out.out
+    assert "mask token 4; 1 row of the vocabulary made" in out.err and "qkv_bias: true" in out.out
     run_dir = tmp_path / "run"
     assert command(["train", str(tmp_path / "run.yaml"), *_words(tiny_config, run_dir, tmp_path / start)]) == 0
     assert command(["export", str(run_dir), "--out", str(tmp_path / "hf"), "--dtype", "float32", "--verify"]) == 0
