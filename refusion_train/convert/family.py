@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from refusion_train.config import ModelConfig
-from refusion_train.errors import DataError
+from refusion_train.config import Config, ModelConfig, ObjectiveConfig, validate
+from refusion_train.errors import ConfigError, DataError
 
 # model_type -> class of transformers, and ours with the same weights
 CLASSES = {
@@ -43,9 +43,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         what = "it is a file" if folder.is_file() else "config.json is missing"
         raise DataError(f"'{folder}' is not a Hugging Face folder: {what}") from None
     except (OSError, ValueError) as error:
-        raise DataError(f"{folder / 'config.json'} cannot be read: {error}") from None
+        raise DataError(f"{folder / 'config.json'} cannot be read ({error}); fetch it again") from None
     if not isinstance(config, dict):
-        raise DataError(f"{folder / 'config.json'} does not hold a configuration")
+        raise DataError(f"{folder / 'config.json'} does not hold a configuration; fetch it again")
     return config
 
 
@@ -55,7 +55,7 @@ def model_of(config: dict[str, Any], folder: Path) -> ModelConfig:
     Raises DataError, naming the entry, for another architecture or an option that this package does not compute.
     """
     where = folder / "config.json"
-    family = config.get("model_type")
+    family = str(config.get("model_type"))
     if family not in CLASSES:
         raise DataError(
             f"{where}: model_type={family} is not an architecture that can be imported ({', '.join(CLASSES)})"
@@ -65,11 +65,17 @@ def model_of(config: dict[str, Any], folder: Path) -> ModelConfig:
             raise DataError(f"{where}: {name}={_short(config[name])}: {reason}")
     if family != "qwen2" and config.get("attention_bias"):
         raise DataError(f"{where}: attention_bias=true: biases of the output projection are not supported")
-    if any(kind != "full_attention" for kind in config.get("layer_types") or []):
-        raise DataError(f"{where}: layer_types: sliding-window attention is not supported")
+    kinds = config.get("layer_types") or []
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if kind != "full_attention":
+            raise DataError(f"{where}: layer_types: {_short(kind)} is not supported, only full_attention")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        ids = config.get(name)
+        if not all(isinstance(i, int) for i in (ids if isinstance(ids, list) else [0 if ids is None else ids])):
+            raise DataError(f"{where}: {name}={_short(ids)} is neither a token id nor a list of them")
     try:
         heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-        return ModelConfig(
+        model = ModelConfig(
             hidden_size=hidden,
             num_layers=int(config["num_hidden_layers"]),
             num_heads=heads,
@@ -88,6 +94,41 @@ def model_of(config: dict[str, Any], folder: Path) -> ModelConfig:
     except (KeyError, TypeError, ValueError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise DataError(f"{where}: {reason}; it does not describe a {family} model") from None
+    return model
+
+
+def objective_of(config: dict[str, Any], model: ModelConfig, folder: Path) -> ObjectiveConfig:
+    """What the model was trained for, as an earlier export of ours says; `ar` for models of others.
+
+    Raises DataError for an objective or a model that no run could have.
+    """
+    where = folder / "config.json"
+    trained = config.get("refusion") or {}
+    mask = trained.get("mask_token_id") if isinstance(trained, dict) else None
+    if not isinstance(trained, dict) or not (mask is None or isinstance(mask, int)):
+        raise DataError(f"{where}: refusion={_short(trained)} is not what an export writes; export the model again")
+    try:
+        objective = ObjectiveConfig(name=trained.get("objective", "ar"))
+        if objective.name == "slots":
+            objective.slot_sizes = list(trained.get("slot_sizes") or objective.slot_sizes)
+            objective.slot_weights, objective.eps = trained.get("slot_weights"), trained.get("eps", objective.eps)
+            objective.cross_slot_targets = bool(trained.get("cross_slot_targets", False))
+        _check(model, objective, where)
+    except TypeError:
+        raise DataError(
+            f"{where}: refusion={_short(trained)} is not what an export writes; export the model again"
+        ) from None
+    return objective
+
+
+def _check(model: ModelConfig, objective: ObjectiveConfig, where: Path) -> None:
+    """Refuse values that no run could have. Raises DataError."""
+    config = Config(model=model, objective=objective)
+    config.data.sequence_length = model.max_sequence_length  # of data there is none yet
+    try:
+        validate(config)
+    except ConfigError as error:
+        raise DataError(f"{where}: {error}") from None
 
 
 def _rope_theta(config: dict[str, Any], where: Path) -> float:
@@ -95,12 +136,17 @@ def _rope_theta(config: dict[str, Any], where: Path) -> float:
     theta = config.get("rope_theta")
     for name in ("rope_parameters", "rope_scaling"):
         rope = config.get(name) or {}
+        if not isinstance(rope, dict):
+            raise DataError(f"{where}: {name}={_short(rope)} does not describe rotary positions; fetch the file again")
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
-            raise DataError(
-                f"{where}: {name} of type {kind} is not supported: only plain rotary positions are "
-                "(remove it if the model will not see positions beyond those that it was trained on)"
+            # What is added for longer texts can be left out; what a model was trained with cannot.
+            hint = (
+                "remove it if the model is to see no positions beyond those that it was trained on"
+                if kind in ("yarn", "dynamic")
+                else "give a model that was trained without"
             )
+            raise DataError(f"{where}: {name} of type {kind} is not supported: only plain rotary positions are; {hint}")
         if any(isinstance(value, dict) for value in rope.values()) or rope.get("partial_rotary_factor") not in (
             None,
             1,

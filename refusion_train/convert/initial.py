@@ -1,8 +1,8 @@
 """Weights of a Hugging Face folder as logical tensors: vocabulary padded, and rows that the folder does not have.
 
 A model that was trained left to right has no mask token. Its row of the embedding (and of an untied head) is either an
-unused one or a new one behind the others; rows that are new are made here, by choice as the mean of all others, as the
-end-of-text token, or at random.
+unused one or a new one behind the others; both are made here, by choice as the mean of the others that the tokenizer
+uses, as the end-of-text token, or at random.
 """
 
 from __future__ import annotations

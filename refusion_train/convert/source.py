@@ -7,6 +7,7 @@ of the file. PyTorch's .bin files are read with `weights_only` (no pickled code 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +16,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from refusion_train.config import ModelConfig
-from refusion_train.convert.family import model_of, read_config
+from refusion_train.config import ModelConfig, ObjectiveConfig
+from refusion_train.convert.family import model_of, objective_of, read_config
 from refusion_train.convert.names import EMBEDDING, HEAD, logical_shapes
 from refusion_train.errors import DataError
 
 _SAFE, _BIN = "model.safetensors", "pytorch_model.bin"
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Tensors that old files hold beside the weights: they follow from the configuration.
+_POINTER = b"version https://git-lfs"  # what git leaves in the place of a file that was not fetched
 _DERIVED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 
 
@@ -34,7 +36,7 @@ class _Entry:
 
 
 class Source:
-    """An opened folder: `config` (config.json), `model` (its shape) and `read`.
+    """An opened folder: `config` (config.json), `model` (its shape), `objective` (trained for it) and `read`.
 
     dtypes: names of the types in which weights are stored, as torch calls them.
     """
@@ -47,6 +49,7 @@ class Source:
         self.folder = Path(folder)
         self.config: dict[str, Any] = read_config(self.folder)
         self.model: ModelConfig = model_of(self.config, self.folder)
+        self.objective: ObjectiveConfig = objective_of(self.config, self.model, self.folder)
         self._bin: tuple[Path, dict[str, torch.Tensor]] | None = None
         self._entries = self._index()
         self._check()
@@ -58,18 +61,32 @@ class Source:
         return self.config.get("refusion") or {}
 
     @property
+    def mask_id(self) -> int | None:
+        """The mask token that an earlier export of ours was trained with; it says -1 if there was none."""
+        found: int | None = self.trained.get("mask_token_id")
+        return None if found is None or found < 0 else found
+
+    @property
     def rows(self) -> int:
         """Rows of the embedding, unused ones included."""
         return self._entries[EMBEDDING].shape[0]
 
     def read(self, name: str, where: tuple[slice, ...] = ()) -> torch.Tensor:
-        """The part `where` (all, if empty) of a tensor, float32, in memory of its own."""
+        """The part `where` (all, if empty) of a tensor, float32, in memory of its own.
+
+        Raises DataError if it holds NaN or infinity: no training goes on from there.
+        """
         entry = self._entries[name]
         where = where or (slice(None),) * len(entry.shape)
         if entry.file.suffix == ".bin":
-            return self._load(entry.file)[name][where].to(torch.float32, copy=True)
-        with _safely(entry.file) as opened:
-            return opened.get_slice(name)[where].to(torch.float32, copy=True)
+            part = self._load(entry.file)[name][where].to(torch.float32, copy=True)
+        else:
+            with _safely(entry.file) as opened:
+                part = opened.get_slice(name)[where].to(torch.float32, copy=True)
+        # A sum needs no memory; it is not finite if an entry is not, and hardly ever else.
+        if not part.sum().isfinite() and not part.isfinite().all():
+            raise DataError(f"{entry.file}: {name} holds NaN or infinity; fetch it again, or give another model")
+        return part
 
     # ------------------------------------------------------------------------------------------------------- index
 
@@ -99,13 +116,15 @@ class Source:
     def _indexed(self, index: Path) -> list[tuple[Path, list[str]]]:
         try:
             places: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
-            files: dict[str, list[str]] = {}
+            files: dict[Any, list[str]] = {}
             for name, file in places.items():
                 files.setdefault(file, []).append(name)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise DataError(f"{index} cannot be read; fetch it again") from None
         for file in files:
-            if Path(file).name != file or not (self.folder / file).is_file():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise DataError(f"{index} names {file!r}, which is no file beside it; fetch it again")
+            if not (self.folder / file).is_file():
                 raise DataError(f"{self.folder / file} is missing, which {index.name} names; fetch it again")
         return [(self.folder / file, names) for file, names in files.items()]
 
@@ -164,16 +183,30 @@ class Source:
 def _load_bin(file: Path) -> dict[str, torch.Tensor]:
     try:
         try:
-            found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            found = _torch_load(file, mmap=True)
         except RuntimeError:  # written by a torch before 1.6, which cannot be mapped
-            found = torch.load(file, map_location="cpu", weights_only=True)
+            found = _torch_load(file, mmap=False)
     except Exception as error:
+        _refuse_pointer(file)
         if "weights_only" in str(error).lower() or "unsupported" in str(error).lower():
             raise DataError(f"{file} holds more than tensors and is not opened; convert it to safetensors") from None
         raise DataError(f"{file} cannot be read as a PyTorch file; fetch it again") from None
     if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
         raise DataError(f"{file} is not a dictionary of tensors; convert it to safetensors")
     return found
+
+
+def _torch_load(file: Path, mmap: bool) -> Any:
+    """Tensors alone, no code; what torch thinks of the pickle's version is of no use to anybody here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+
+
+def _refuse_pointer(file: Path) -> None:
+    with open(file, "rb") as opened:
+        if opened.read(len(_POINTER)) == _POINTER:
+            raise DataError(f"{file} is a Git LFS pointer, not the file itself; fetch that (git lfs pull)")
 
 
 class _safely:
@@ -184,6 +217,7 @@ class _safely:
         try:
             self._opened = safe_open(file, "pt")
         except (SafetensorError, OSError) as error:
+            _refuse_pointer(file)
             raise DataError(f"{file} is damaged or cut short ({error}); fetch it again") from None
 
     def __enter__(self) -> Any:

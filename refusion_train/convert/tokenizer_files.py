@@ -79,18 +79,22 @@ def check_vocabulary(known: Known | None, rows: int, folder: Path) -> None:
         )
 
 
-def declare_mask(folder: Path, known: Known, text: str) -> int:
+def declare_mask(folder: Path, known: Known, text: str, origin: Path | None = None) -> int:
     """Declare `text` as the mask token of the tokenizer in `folder`, adding it behind all others if it is not there.
 
-    Returns its id. Raises ConfigError if the text is an ordinary token, or if these files cannot take another one.
+    origin: the folder that messages name, if `folder` is a copy. Returns its id. Raises ConfigError if the text is
+    empty or an ordinary token, or if these files cannot take another one.
     """
+    origin = origin or folder
+    if not text.strip():
+        raise ConfigError(f"--mask-token={text!r} is empty; give a text that stands nowhere else, for example <|mask|>")
     if text not in known.text and not (folder / JSON).is_file():
-        raise ConfigError(f"--mask-token: the tokenizer in '{folder}' has no {JSON} to which a token could be added")
+        raise ConfigError(f"--mask-token: the tokenizer in '{origin}' has no {JSON} to which a token could be added")
     content = _read(folder / JSON)
     new = text not in known.text
     index = known.rows if new else known.text[text]
     if new and text in _vocabulary(content):
-        raise ConfigError(f"--mask-token {text!r} is an ordinary token of '{folder}'; give a text that is none")
+        raise ConfigError(f"--mask-token {text!r} is an ordinary token of '{origin}'; give a text that is none")
     if new:
         content.setdefault("added_tokens", []).append(
             {"id": index, "content": text, "single_word": False, "lstrip": False, "rstrip": False,
@@ -104,8 +108,20 @@ def declare_mask(folder: Path, known: Known, text: str) -> int:
     (folder / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
     found = _inspect_json(folder).text.get(text) if new else index
     if found != index:
-        raise ConfigError(f"--mask-token: {folder / JSON} has unused ids before {found}; add the token there yourself")
+        raise ConfigError(f"--mask-token: {origin / JSON} has unused ids before {found}; add the token there yourself")
     return index
+
+
+def chat_templates(folder: Path) -> str:
+    """The source of all chat templates in a folder, for a look at what stands in them; empty if there is none."""
+    file = folder / TEMPLATE
+    try:
+        own = file.read_text("utf-8") if file.is_file() else ""
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} cannot be read ({_line(error)}); fetch it again") from None
+    found = _read(folder / CONFIG).get("chat_template") or ""
+    several = [str(entry.get("template")) for entry in found if isinstance(entry, dict)]
+    return "\n".join([own, *([found] if isinstance(found, str) else several)])
 
 
 def copy_files(source: Path, target: Path, without: tuple[str, ...] = ()) -> list[str]:

@@ -85,7 +85,7 @@ def _new_rows(source: Source, config: Config, index: Index) -> NewRows:
     """Rows that the folder lacks; that of the mask token too, unless the folder was trained with this one."""
     known = inspect(source.folder)
     mask_id: int | None = index.special_ids.get("mask") if config.objective.name != "ar" else None
-    if mask_id == source.trained.get("mask_token_id"):
+    if mask_id == source.mask_id:
         mask_id = None
     if mask_id is not None and known is not None and mask_id < known.rows and mask_id not in known.text.values():
         raise ConfigError(

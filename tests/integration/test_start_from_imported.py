@@ -75,6 +75,8 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_only_looking(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source: Any = save(hf_model("llama"), tmp_path / "source")
     capsys.readouterr()
+    assert command(["import", str(source), "--mask-token", "<m>"]) == 2
+    assert "no tokenizer" in capsys.readouterr().err
     assert command(["import", str(source)]) == 0
     out = capsys.readouterr()
     assert out.out.startswith("model:\n") and "nothing written" in out.err

@@ -18,7 +18,7 @@ from hf_models import tensors
 from made_up import VOCABULARY, make_checkpoint, model_shape, run_elsewhere
 
 from refusion_train.config import ObjectiveConfig
-from refusion_train.convert.export import export_checkpoint
+from refusion_train.convert.export import export_checkpoint, parse_size
 from refusion_train.data.tokenizer import Tokenizer
 from refusion_train.errors import CheckpointError, ConfigError, DataError, RefusionError
 
@@ -410,3 +410,17 @@ def test_a_tokenizer_of_hugging_face_is_written_with_its_mask_token(tiny_dataset
     assert tokenizer.mask_token_id == given.mask_id and tokenizer.chat_template == "{{ messages }}"
     assert tokenizer.encode("w1 w2", add_special_tokens=False) == given.encode("w1 w2")
     assert json.loads((out / "config.json").read_text())["eos_token_id"] == given.eos_id
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("5GB", 5 * 10**9), ("1B", 1), ("4GiB", 4 << 30), ("0.5mb", 500_000), ("1TB", 10**12), (" 7 ", 7)],
+)
+def test_sizes_are_understood(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "0.5B", "-5GB", "1e3", "5 things", "B", "1..5GB"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="5GB or 500MB"):
+        parse_size(text)

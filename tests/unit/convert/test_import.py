@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -171,11 +172,45 @@ def test_the_mask_of_our_own_export_keeps_its_row(tiny_dataset: Any, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("mask", "words"), [("w3", ["w3", "ordinary"]), ("<|end|>", ["eos"])], ids=["an ordinary token", "the end of text"]
+    ("mask", "words"),
+    [
+        ("w3", ["w3", "ordinary"]),
+        ("<|end|>", ["eos"]),
+        ("<|spare|>", ["chat template"]),
+        ("", ["empty"]),
+        (" ", ["empty"]),
+    ],
 )
-def test_a_mask_that_is_in_use(mask: str, words: list[str], tmp_path: Path) -> None:
-    source = json_tokenizer(save(hf_model("qwen3", eos_token_id=ROWS - 2), tmp_path / "source"), ROWS)
-    _refused(lambda: import_folder(str(source), str(tmp_path / "imported"), mask_token=mask), tmp_path, *words)
+@pytest.mark.parametrize(("out", "template"), [("imported", "file"), (None, "entry"), ("imported", "entries")])
+def test_a_mask_that_cannot_be(mask: str, words: list[str], out: str | None, template: str, tmp_path: Path) -> None:
+    text = "{{ messages }}<|spare|>"
+    entry: Any = {"entry": text, "entries": [{"name": "default", "template": text}]}.get(template)
+    source = save(hf_model("qwen3", eos_token_id=ROWS - 2), tmp_path / "source")
+    json_tokenizer(source, ROWS, **({} if entry is None else {"chat_template": entry}))
+    if template == "file":
+        (source / "chat_template.jinja").write_text(text)
+    place = None if out is None else str(tmp_path / out)
+    _refused(lambda: import_folder(str(source), place, mask_token=mask), tmp_path, *words)
+    if mask in ("w3", "<|spare|>"):  # the folder that was given, not the one being written
+        _refused(lambda: import_folder(str(source), place, mask_token=mask), tmp_path, f"'{source}'")
+
+
+@pytest.mark.parametrize("tokens", [ROWS - 10, ROWS], ids=["unused row", "new row"])
+def test_only_looking_sees_what_an_import_would_make(tokens: int, tmp_path: Path) -> None:
+    source = json_tokenizer(save(hf_model("qwen3"), tmp_path / "source"), tokens)
+    looked = import_folder(str(source), None, mask_token="<|mask|>")
+    made = import_folder(str(source), str(tmp_path / "imported"), mask_token="<|mask|>")
+    assert looked.model == made.model and looked.mask_id == made.mask_id == tokens and looked.new_rows == 1
+    assert "1 row of the vocabulary to be made; nothing written" in looked.summary()
+    assert "1 row of the vocabulary made; written to" in made.summary()
+
+
+def test_an_export_without_a_mask_token_comes_back_without(tmp_path: Path) -> None:
+    back = _there_and_back(save(hf_model("qwen3"), tmp_path / "source"), tmp_path, "float32")
+    assert json.loads((back / "config.json").read_text())["refusion"]["mask_token_id"] == -1
+    again = import_folder(str(back), str(tmp_path / "again"))
+    assert again.mask_id is None and "no mask token" in again.summary()
+    assert "mask" not in read_checkpoint(str(tmp_path / "again")).special_ids
 
 
 # -------------------------------------------------------------------------------------------------------- refusals
@@ -200,8 +235,21 @@ def _import(tmp_path: Path) -> Callable[[], Any]:
     ("changes", "words"),
     [
         ({"model_type": "gpt2"}, ["model_type=gpt2", "qwen3"]),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_scaling", "linear"]),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, ["rope_parameters", "llama3"]),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_scaling", "linear", "trained without"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, ["rope_scaling", "yarn", "remove it"]),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, ["llama3", "trained without"]),
+        ({"rope_parameters": "plain"}, ["rope_parameters", "plain"]),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, ["rope_theta=0", "greater than 0"]),
+        ({"model_type": ["qwen3"]}, ["model_type", "architecture"]),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
+        ({"layer_types": 2}, ["layer_types", "2"]),
+        ({"head_dim": 11}, ["head_dim=11", "even"]),
+        ({"num_key_value_heads": 3}, ["num_heads=4", "num_kv_heads=3"]),
+        ({"eos_token_id": "end"}, ["eos_token_id", "end"]),
+        ({"refusion": 3}, ["refusion=3", "export the model again"]),
+        ({"refusion": {"objective": "best"}}, ["objective.name=best"]),
+        ({"refusion": {"objective": "slots", "slot_sizes": "4"}}, ["slot_sizes", "export the model again"]),
+        ({"refusion": {"mask_token_id": "four"}}, ["four", "export the model again"]),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, ["rope_parameters", "whole heads"]),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, ["rope_parameters", "whole heads"]),
         ({"attention_bias": True}, ["attention_bias"]),
@@ -262,6 +310,37 @@ def test_no_folder_and_no_weights(tmp_path: Path) -> None:
     _refused(_import(tmp_path), tmp_path, "no weights")
 
 
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ('{"weight_map": {"lm_head.weight": 3}}', ["names 3", "beside it"]),
+        ('{"weight_map": {"lm_head.weight": "../other.safetensors"}}', ["../other.safetensors", "beside it"]),
+        ('{"weight_map": {"lm_head.weight": ["a"]}}', ["cannot be read"]),
+        ("{", ["cannot be read"]),
+    ],
+)
+def test_an_index_that_is_none(index: str, words: list[str], tmp_path: Path) -> None:
+    _sharded(tmp_path)
+    (tmp_path / "source" / "model.safetensors.index.json").write_text(index)
+    _refused(_import(tmp_path), tmp_path, "model.safetensors.index.json", *words)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_file_that_git_did_not_fetch(name: str, tmp_path: Path) -> None:
+    (save if name == "model.safetensors" else save_bin)(hf_model("qwen3"), tmp_path / "source")
+    (tmp_path / "source" / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n")
+    _refused(_import(tmp_path), tmp_path, name, "git lfs pull")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers(value: float, tmp_path: Path) -> None:
+    model = hf_model("qwen3")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] = value
+    save(model, tmp_path / "source")
+    _refused(_import(tmp_path), tmp_path, "model.safetensors: model.layers.1.mlp.up_proj.weight holds NaN or infinity")
+
+
 class _Bomb:
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, ("exploded",)
@@ -272,8 +351,10 @@ def test_pickled_code_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     source = save_bin(hf_model("qwen3"), tmp_path / "source")
     torch.save({"model.norm.weight": _Bomb()}, source / "pytorch_model.bin")
     _refused(_import(tmp_path), tmp_path, "pytorch_model.bin", "more than tensors")
-    (source / "pytorch_model.bin").write_bytes(pickle.dumps(_Bomb()))
-    _refused(_import(tmp_path), tmp_path, "pytorch_model.bin")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # one line, and no warning of torch beside it
+        (source / "pytorch_model.bin").write_bytes(pickle.dumps(_Bomb()))
+        _refused(_import(tmp_path), tmp_path, "pytorch_model.bin", "more than tensors")
     assert not (tmp_path / "exploded").exists()
 
 
