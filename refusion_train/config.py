@@ -468,6 +468,11 @@ def _check_model(config: Config) -> None:
         not (model.qk_norm and model.qkv_bias),
         "model.qkv_bias=true with model.qk_norm=true is the shape of no known family; set one of them to false",
     )
+    _require(
+        model.qk_norm or model.qkv_bias or model.hidden_size % model.num_heads == 0,
+        f"model.hidden_size={model.hidden_size} is not a multiple of model.num_heads={model.num_heads}: without "
+        "model.qk_norm and model.qkv_bias that is a Llama, which transformers would not load; change one of them",
+    )
     _require(model.head_dim % 2 == 0, f"model.head_dim={model.head_dim} must be even (rotary pairs)")
     _require(model.vocab_size is None or model.vocab_size > 0, f"model.vocab_size={model.vocab_size} must be positive")
     _require(

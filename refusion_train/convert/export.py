@@ -25,7 +25,7 @@ from refusion_train.checkpoint.files import SliceReader
 from refusion_train.checkpoint.sharded import ShardedEntry
 from refusion_train.config import ModelConfig, ObjectiveConfig
 from refusion_train.convert import card
-from refusion_train.convert.family import config_of
+from refusion_train.convert.family import check, config_of
 from refusion_train.convert.importer import IMPORTED, TOKENIZER
 from refusion_train.convert.names import EMBEDDING, HEAD, logical_shapes
 from refusion_train.convert.safetensors_stream import Read, Shape, sync_all, write_model
@@ -86,6 +86,7 @@ def export_checkpoint(
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype} is not one of float32, bfloat16, float16")
     found = read_checkpoint(checkpoint)
+    check(found.model, found.objective, found.folder / store.STATE)
     tokens = _find_tokenizer(found, tokenizer)
     with new_folder(out, overwrite, _is_export) as target:
         write_model(target, _shapes(found.model), DTYPES[dtype], _reader(found), max_shard_bytes)

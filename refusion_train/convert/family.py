@@ -113,7 +113,7 @@ def objective_of(config: dict[str, Any], model: ModelConfig, folder: Path) -> Ob
             objective.slot_sizes = list(trained.get("slot_sizes") or objective.slot_sizes)
             objective.slot_weights, objective.eps = trained.get("slot_weights"), trained.get("eps", objective.eps)
             objective.cross_slot_targets = bool(trained.get("cross_slot_targets", False))
-        _check(model, objective, where)
+        check(model, objective, where)
     except TypeError:
         raise DataError(
             f"{where}: refusion={_short(trained)} is not what an export writes; export the model again"
@@ -121,8 +121,11 @@ def objective_of(config: dict[str, Any], model: ModelConfig, folder: Path) -> Ob
     return objective
 
 
-def _check(model: ModelConfig, objective: ObjectiveConfig, where: Path) -> None:
-    """Refuse values that no run could have. Raises DataError."""
+def check(model: ModelConfig, objective: ObjectiveConfig, where: Path) -> None:
+    """Refuse what no run could have, and what transformers would not load. where: the file that says so.
+
+    Raises DataError.
+    """
     config = Config(model=model, objective=objective)
     config.data.sequence_length = model.max_sequence_length  # of data there is none yet
     try:

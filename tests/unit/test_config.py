@@ -146,6 +146,7 @@ def test_missing_file_names_the_shipped_ones() -> None:
     ("words", "world", "part"),
     [
         (["model.num_heads=6", "model.num_kv_heads=4"], 1, "model.num_kv_heads=4"),
+        (["model.num_heads=24", "model.hidden_size=1000", "model.qk_norm=false"], 1, "model.hidden_size=1000"),
         (["data.sequence_length=65536"], 1, "model.max_sequence_length"),
         (["objective.slot_weights=[1]"], 1, "objective.slot_weights"),
         (["objective.slot_sizes=[]"], 1, "objective.slot_sizes"),

@@ -282,6 +282,15 @@ def test_a_checkpoint_without_its_weights_leaves_nothing(tiny_dataset: Any, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def test_a_shape_that_transformers_would_not_load(tiny_dataset: Any, tmp_path: Path) -> None:
+    """Its Llama wants hidden_size to be a multiple of num_heads, whatever head_dim is."""
+    make_checkpoint(tmp_path / "run", tiny_dataset.train, model_shape(qk_norm=False, num_heads=6))
+    with pytest.raises(DataError) as error:
+        export_checkpoint(str(tmp_path / "run"), str(tmp_path / "hf"))
+    _one_line(error, "state.json", "hidden_size=32", "num_heads=6")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 def test_wrong_words(run: tuple[Path, dict], tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         export_checkpoint(str(run[0]), str(tmp_path / "hf"), dtype="int8")
