@@ -30,7 +30,7 @@ from refusion_train.convert.importer import IMPORTED, TOKENIZER
 from refusion_train.convert.names import EMBEDDING, HEAD, logical_shapes
 from refusion_train.convert.safetensors_stream import Read, Shape, sync_all, write_model
 from refusion_train.convert.tokenizer import write_tokenizer
-from refusion_train.convert.tokenizer_files import TEMPLATE, copy_files, declare_mask, inspect
+from refusion_train.convert.tokenizer_files import TEMPLATE, copy_files, declare_mask, inspect, older_class
 from refusion_train.data.shards import ShardSet
 from refusion_train.data.tokenizer import META_FILE, Tokenizer
 from refusion_train.data.transport import is_url
@@ -223,6 +223,7 @@ def _write_tokenizer(folder: Path | None, target: Path, longest: int) -> None:
     changed = own is not None and own.kind == "huggingface"
     if not copy_files(folder, target, without=(META_FILE,) if changed else ()):
         raise DataError(f"'{folder}' holds no tokenizer; give its folder (--tokenizer)")
+    older_class(target)
     if changed:
         known = inspect(target)
         assert own is not None and known is not None, "the tokenizer was copied"

@@ -190,7 +190,7 @@ def config_of(model: ModelConfig, inherited: dict[str, Any] | None = None) -> di
     }
     if family != "qwen2":
         config["attention_bias"] = False
-    config |= {"mlp_bias": False} if family == "llama" else {"use_sliding_window": False}
+    config |= {"mlp_bias": False} if family == "llama" else {"use_sliding_window": False, "sliding_window": None}
     # Of Qwen; without sliding windows it has no effect, but a configuration that comes back should be the same.
     config |= {name: kept[name] for name in ("max_window_layers",) if name in kept}
     return config

@@ -88,6 +88,8 @@ def declare_mask(folder: Path, known: Known, text: str, origin: Path | None = No
     origin = origin or folder
     if not text.strip():
         raise ConfigError(f"--mask-token={text!r} is empty; give a text that stands nowhere else, for example <|mask|>")
+    if not (folder / JSON).is_file() and not (folder / META_FILE).is_file():
+        return _mask_of_sentencepiece(folder, known, text, origin)
     if text not in known.text and not (folder / JSON).is_file():
         raise ConfigError(f"--mask-token: the tokenizer in '{origin}' has no {JSON} to which a token could be added")
     content = _read(folder / JSON)
@@ -110,6 +112,33 @@ def declare_mask(folder: Path, known: Known, text: str, origin: Path | None = No
     if found != index:
         raise ConfigError(f"--mask-token: {origin / JSON} has unused ids before {found}; add the token there yourself")
     return index
+
+
+def _mask_of_sentencepiece(folder: Path, known: Known, text: str, origin: Path) -> int:
+    """Id of the mask token that data made with this SentencePiece model has: its file takes no other, so it is
+    recorded beside it, in our own."""
+    own = Tokenizer.load(folder)
+    index, piece = own.mask_id, own.special_pieces["mask"]
+    if text != piece:
+        raise ConfigError(f"--mask-token={text}: that of the SentencePiece model in '{origin}' is {piece}; give that")
+    if "mask" in own.added and index < known.rows:
+        raise ConfigError(
+            f"--mask-token: id {index} behind the SentencePiece model in '{origin}' is a token of added_tokens.json; "
+            f"give a folder with {JSON}"
+        )
+    own.save(folder / "own")
+    (folder / "own" / META_FILE).rename(folder / META_FILE)
+    shutil.rmtree(folder / "own")
+    return index
+
+
+def older_class(folder: Path) -> None:
+    """Name the tokenizer's class in tokenizer_config.json as transformers 4 and 5 both know it, with what 5 implies."""
+    config = _read(folder / CONFIG)
+    if config.get("tokenizer_class") == "TokenizersBackend":  # the name that 5 gave to the same class
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        config.setdefault("model_input_names", ["input_ids", "attention_mask"])
+        (folder / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def chat_templates(folder: Path) -> str:

@@ -46,6 +46,8 @@ _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _BPE_SEGMENT = 1500
 _LONGEST_SEGMENT = 1 << 20
 MASK_PIECE = "<|mask|>"
+# What a Hugging Face folder has beside a SentencePiece model. Ids do not depend on it; an exported model needs it.
+_HF_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True)
@@ -202,9 +204,9 @@ class Tokenizer:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model: of our trainer, or of others."""
+    """A SentencePiece model: of our trainer, or of others, whose Hugging Face files stay beside it in every copy."""
 
-    files = (MODEL_FILE,)
+    files = (MODEL_FILE, *_HF_FILES)
 
     def __init__(self, folder: Path, model: bytes, meta: dict[str, Any]):
         super().__init__(folder, meta)

@@ -21,6 +21,7 @@ from refusion_train.config import ModelConfig, load
 from refusion_train.convert.export import export_checkpoint, read_checkpoint
 from refusion_train.convert.importer import import_folder
 from refusion_train.convert.names import logical_shapes
+from refusion_train.data.tokenizer import Tokenizer
 from refusion_train.errors import ConfigError, DataError, RefusionError
 
 CASES = [(family, tied) for family in FAMILIES for tied in (True, False)]
@@ -203,6 +204,55 @@ def test_only_looking_sees_what_an_import_would_make(tokens: int, tmp_path: Path
     assert looked.model == made.model and looked.mask_id == made.mask_id == tokens and looked.new_rows == 1
     assert "1 row of the vocabulary to be made; nothing written" in looked.summary()
     assert "1 row of the vocabulary made; written to" in made.summary()
+
+
+def test_a_folder_of_transformers_5_can_be_read_by_4(tmp_path: Path) -> None:
+    source = json_tokenizer(save(hf_model("qwen3"), tmp_path / "source"), ROWS, tokenizer_class="TokenizersBackend")
+    import_folder(str(source), str(tmp_path / "imported"), mask_token="<|mask|>")
+    back = export_checkpoint(str(tmp_path / "imported"), str(tmp_path / "back"))
+    content = json.loads((back / "tokenizer_config.json").read_text())
+    assert content["tokenizer_class"] == "PreTrainedTokenizerFast" and content["mask_token"] == "<|mask|>"
+    assert content["model_input_names"] == ["input_ids", "attention_mask"]
+    assert json.loads((back / "config.json").read_text())["sliding_window"] is None, "4.52 would take its default"
+
+
+def _with_sentencepiece(folder: Path, tiny_tokenizer: Path) -> Path:
+    """A SentencePiece model as others give it: tokenizer.model alone, without a mask token that we would know."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto.FromString(  # pyright: ignore[reportAttributeAccessIssue]
+        (tiny_tokenizer / "tokenizer.model").read_bytes()
+    )
+    (piece,) = (piece for piece in model.pieces if piece.piece == "<mask>")
+    piece.piece = "<other>"
+    (folder / "tokenizer.model").write_bytes(model.SerializeToString())
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"})
+    )
+    return folder
+
+
+@pytest.mark.parametrize("rows", [320, 324], ids=["new row", "unused row"])
+def test_a_sentencepiece_model_gets_the_mask_token_of_its_data(rows: int, tiny_tokenizer: Path, tmp_path: Path) -> None:
+    source = _with_sentencepiece(save(hf_model("llama", vocab_size=rows), tmp_path / "source"), tiny_tokenizer)
+    made = import_folder(str(source), str(tmp_path / "imported"), mask_token="<|mask|>")
+    assert made.mask_id == 320 and made.new_rows == 1 and made.model.vocab_size == max(rows, 321)
+    tokenizer = Tokenizer.load(tmp_path / "imported" / "tokenizer")
+    assert tokenizer.mask_id == 320 and tokenizer.fingerprint == Tokenizer.load(source).fingerprint
+    tokenizer.save(tmp_path / "data")  # as the builder of shards does
+    assert (tmp_path / "data" / "tokenizer_config.json").is_file()
+    back = export_checkpoint(str(tmp_path / "imported"), str(tmp_path / "back"))
+    for name in ("tokenizer.model", "tokenizer_config.json"):
+        assert (back / name).read_bytes() == (source / name).read_bytes()
+    assert import_folder(str(back), None).mask_id == 320
+
+
+def test_a_sentencepiece_model_takes_no_other_mask_token(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    source = _with_sentencepiece(save(hf_model("llama", vocab_size=324), tmp_path / "source"), tiny_tokenizer)
+    place = str(tmp_path / "imported")
+    _refused(lambda: import_folder(str(source), place, mask_token="<m>"), tmp_path, "<m>", str(source), "is <|mask|>")
+    (source / "added_tokens.json").write_text(json.dumps({"<pad>": 320}))
+    _refused(lambda: import_folder(str(source), place, mask_token="<|mask|>"), tmp_path, "added_tokens.json", "320")
 
 
 def test_an_export_without_a_mask_token_comes_back_without(tmp_path: Path) -> None:
