@@ -105,6 +105,12 @@ def _describe(config: Config) -> ModelConfig:
     path = str(config.model.init_from)
     if not _is_checkpoint(config):
         return Source(path).model
+    places = [Path(path), Path(path) / store.CHECKPOINTS]
+    if not Path(path, store.STATE).is_file() and not any(store.folders(place) for place in places):
+        raise CheckpointError(
+            f"model.init_from={path} is neither a Hugging Face folder (it has no config.json) nor an import, a run or "
+            "a checkpoint; give the path of one"
+        )
     try:
         return _model_of(store.read_state(store.resolve(path)))
     except (KeyError, TypeError) as error:

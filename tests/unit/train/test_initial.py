@@ -61,7 +61,7 @@ def test_a_folder_is_given_more_rows_and_an_import_is_not(folder: Path, tmp_path
     [
         ({"hidden_size": 64, "qkv_bias": False}, ["model.hidden_size=32", "model.qkv_bias=true"]),
         ({"vocab_size": ROWS - 20}, [str(ROWS - 20), "leave it out"]),
-        ({"init_from": "nowhere"}, ["nowhere"]),
+        ({"init_from": "nowhere"}, ["model.init_from=nowhere", "Hugging Face folder", "checkpoint"]),
     ],
     ids=["another shape", "fewer rows", "no such folder"],
 )
