@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all, and never in the place of something else."""
+"""Folders and files that appear whole or not at all, folders never in the place of something else; pictures."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from refusion_train.errors import DataError
+from refusion_train.errors import ConfigError, DataError
 
 _LOCK = ".lock"
 
@@ -80,6 +81,30 @@ def recover(out: str | os.PathLike[str]) -> None:
     old = target.with_name(f"{target.name}.old")
     if old.is_dir() and not target.exists():
         os.rename(old, target)
+
+
+def write_whole(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
+    """Have `write` write a file aside, then put it in the place of `path`. Raises DataError when the disk refuses."""
+    target = Path(path)
+    partial = target.with_name(f"{target.name}.partial")
+    try:
+        write(partial)
+        os.replace(partial, target)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise DataError(f"cannot write '{target}': {error.strerror or error}") from None
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty picture of so many inches. Raises ConfigError where matplotlib is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib; pip install 'refusion-train[plot]'") from None
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def _check_target(target: Path, overwrite: bool, is_ours: Callable[[Path], bool]) -> None:

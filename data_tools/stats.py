@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,11 +11,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from data_tools.output import new_figure, write_whole
 from data_tools.progress import CorpusProgress
 from refusion_train.data.remote import THREADS
 from refusion_train.data.shard_index import datasets_at
 from refusion_train.data.shards import ShardSet
-from refusion_train.errors import ConfigError, DataError
+from refusion_train.errors import ConfigError
 
 # Lengths are counted one by one below this, and above in steps of 1/64 of an octave, so that quantiles are exact to
 # about one percent and memory does not grow with the number of documents.
@@ -139,15 +139,9 @@ def plot(found: list[DatasetStats], path: str) -> None:
 
     Raises ConfigError when matplotlib is not there, DataError when the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib; pip install 'refusion-train[plot]'") from None
+    figure = new_figure(10, 3.2 * len(found))
     if not path.endswith(".png"):
         raise ConfigError(f"--plot {path}: the name must end in .png")
-    figure = Figure(figsize=(10, 3.2 * len(found)), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots(len(found), 2, squeeze=False)
     for row, one in zip(axes, found, strict=True):
         names = [f"{max(1, last + 1) // 2:,}" for _, last, _, _ in one.histogram]
@@ -157,9 +151,4 @@ def plot(found: list[DatasetStats], path: str) -> None:
             axis.set_xlabel("tokens of a document, from")
             axis.set_ylabel(what)
         row[0].set_title(f"{one.path}: {one.documents:,} documents, {one.tokens:,} tokens", fontsize=9, loc="left")
-    partial = f"{path}.partial"
-    try:
-        figure.savefig(partial, format="png", dpi=120)
-        os.replace(partial, path)
-    except OSError as error:
-        raise DataError(f"cannot write '{path}': {error.strerror or error}") from None
+    write_whole(path, lambda partial: figure.savefig(partial, format="png", dpi=120))

@@ -65,8 +65,7 @@ def ping() -> None:
 
 
 def submit(words: list[str]) -> str:
-    """`sbatch WORDS`; the number of the job. Raises SlurmError; Unreachable before anything is asked for."""
-    ping()
+    """`sbatch WORDS`; the number of the job. Raises SlurmError."""
     try:
         said = call(["sbatch", "--parsable", *words], SUBMIT_TIMEOUT_S)
     except Unreachable as error:

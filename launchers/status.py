@@ -22,8 +22,8 @@ from rich.table import Table
 from launchers import attempt, slurm
 from launchers.submit import submitted
 from refusion_train.errors import ConfigError
+from refusion_train.telemetry import METRICS
 
-METRICS = "metrics.jsonl"
 _TAIL = 1 << 16  # bytes of the metrics that are read: the last rows
 _ROWS = 50  # of these, for the speed
 _EVERY_S = 10.0

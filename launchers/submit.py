@@ -20,11 +20,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from data_tools.output import write_whole
 from launchers import attempt, slurm
 from launchers.cluster import ClusterConfig, load_cluster
 from refusion_train import __version__
 from refusion_train.config import Config, load, to_yaml, validate
+from refusion_train.data.shard_index import Index
 from refusion_train.errors import ConfigError
+from refusion_train.sources import dataset_paths
+from refusion_train.train.folder import refuse_another_run
 
 PREFIX = "cluster."  # of the words that are for the cluster file
 SCRIPT, CONFIG, SUBMITTED = "job.sbatch", "config.yaml", "submitted.json"
@@ -37,6 +41,7 @@ class Plan:
     config: Config
     cluster: ClusterConfig
     run: Path
+    commit: str
     script: str
 
     @property
@@ -65,11 +70,13 @@ def prepare(config: str, overrides: list[str], cluster: str) -> Plan:
     machine = load_cluster(cluster, ours)
     settings = load(config, [word for word in overrides if not word.startswith(PREFIX)])
     validate(settings, machine.world_size)
-    _check_data(settings)
+    for path in dataset_paths(settings):
+        Index.read(path)
     run = Path(os.path.abspath(settings.run_dir))
-    _check_folder(settings, run)
+    refuse_another_run(settings, run)
     _check_text(settings)
-    return Plan(settings, machine, run, render(machine, run, Path.cwd(), commit()))
+    sources = commit()
+    return Plan(settings, machine, run, sources, render(machine, run, Path.cwd(), sources))
 
 
 def submit(plan: Plan) -> str:
@@ -77,14 +84,14 @@ def submit(plan: Plan) -> str:
 
     Raises ConfigError if another job has the run folder, SlurmError if Slurm does not take it.
     """
-    slurm.ping()
+    slurm.ping()  # before anything is written
     _refuse_second(plan)
     plan.folder.mkdir(parents=True, exist_ok=True)
     _write(plan.folder / CONFIG, to_yaml(for_job(plan.config)))
     _write(plan.folder / SCRIPT, plan.script)
     number = slurm.submit(plan.words)
     record = {
-        "job": number, "time": datetime.now().astimezone().isoformat(timespec="seconds"), "commit": commit(),
+        "job": number, "time": datetime.now().astimezone().isoformat(timespec="seconds"), "commit": plan.commit,
         "version": __version__, "nodes": plan.cluster.nodes, "ranks": plan.cluster.world_size,
         "steps": plan.config.train.steps, "command": sys.argv,
     }  # fmt: skip
@@ -186,15 +193,6 @@ def _git(folder: Path, *words: str) -> str:
 # --------------------------------------------------------------------------------------------------------- checks
 
 
-def _check_data(config: Config) -> None:
-    """Refuse data that are not there, as `refusion train` does before it starts processes."""
-    from refusion_train.data.shard_index import Index
-    from refusion_train.sources import sources_of
-
-    for folder in filter(None, (*(source.path for source in sources_of(config)), config.data.validation)):
-        Index.read(folder)
-
-
 def _check_text(config: Config) -> None:
     """Refuse what would not come back from the job's file as it is."""
     with tempfile.TemporaryDirectory() as folder:
@@ -206,17 +204,6 @@ def _check_text(config: Config) -> None:
             same = False
     if not same:
         raise ConfigError("the configuration holds text that YAML cannot keep, such as ${ or bytes that are not UTF-8")
-
-
-def _check_folder(config: Config, run: Path) -> None:
-    if config.checkpoint.resume != "none":
-        return
-    for name in ("checkpoints", "metrics.jsonl", "config.yaml"):
-        if (run / name).exists():
-            raise ConfigError(
-                f"run_dir={config.run_dir} holds a run already ({name}) and checkpoint.resume=none; give another "
-                "run_dir, or checkpoint.resume=auto to go on with it"
-            )
 
 
 def _refuse_second(plan: Plan) -> None:
@@ -238,6 +225,4 @@ def submitted(run: Path) -> dict[str, Any]:
 
 
 def _write(file: Path, text: str) -> None:
-    aside = file.with_name(f"{file.name}.tmp")
-    aside.write_text(text, encoding="utf-8", errors="surrogateescape")
-    os.replace(aside, file)
+    write_whole(file, lambda partial: partial.write_text(text, encoding="utf-8", errors="surrogateescape"))

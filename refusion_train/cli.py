@@ -79,18 +79,18 @@ def train(
     Exit codes: 0 done, 75 stopped by a signal after saving (run again to go on), 2 configuration, 1 anything else.
     """
     from refusion_train.config import load, validate
-    from refusion_train.sources import sources_of
+    from refusion_train.sources import dataset_paths
 
     settings = load(config, overrides)
     inside_group = "RANK" in os.environ
     if inside_group and nproc > 1:
         raise ConfigError("--nproc starts processes of its own; leave it out under torchrun or srun (RANK is set)")
     validate(settings, int(os.environ.get("WORLD_SIZE", "1")) if inside_group else nproc)
-    sources = sources_of(settings)
+    paths = dataset_paths(settings)
     if not inside_group:  # before processes are started and torch is imported
         from refusion_train.data.shard_index import Index
 
-        for path in filter(None, (*(source.path for source in sources), settings.data.validation)):
+        for path in paths:
             Index.read(path)
     if nproc > 1:
         from launchers.local import launch

@@ -31,10 +31,11 @@ def bench_decode(
     """
     from rich.console import Console
 
+    from data_tools.output import new_figure
     from refusion_train.convert import bench
 
     if plot is not None:
-        bench.new_figure()  # says now, not after the work, if it cannot be drawn
+        new_figure(1, 1)  # says now, not after the work, if it cannot be drawn
     console = Console(highlight=False)
     found = bench.bench_decode(folders, str(test), limit, max_new_tokens, slot_size or (), Console(stderr=True))
     bench.show(found, console if console.is_terminal else Console(width=160, highlight=False))

@@ -40,6 +40,12 @@ def sources_of(config: Config) -> list[SourceConfig]:
     return sources
 
 
+def dataset_paths(config: Config) -> list[str]:
+    """The folders or URLs of all datasets that a run reads. Raises ConfigError as `sources_of`."""
+    validation = config.data.validation
+    return [source.path for source in sources_of(config)] + ([validation] if validation else [])
+
+
 def weights_at(sources: Sequence[SourceConfig], step: int) -> list[float]:
     """The share of tokens of each source at a step; they add up to 1."""
     weights = [_weight(source.weight, step) for source in sources]

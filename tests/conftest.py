@@ -92,3 +92,11 @@ def tiny_config(_tiny_template: Config, tmp_path: Path) -> Config:
     config.run_dir = str(tmp_path / "run")
     validate(config)
     return config
+
+
+@pytest.fixture
+def again(undisturbed: Config, tmp_path: Path) -> Config:
+    """The same settings for a run in a folder of its own; change it freely."""
+    config = copy.deepcopy(undisturbed)
+    config.run_dir = str(tmp_path / "run")
+    return config

@@ -7,7 +7,6 @@ prompt, so that whatever else the machine does hits all of them alike. Times are
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from data_tools.output import new_figure, write_whole
 from refusion_train.convert.generate import load_folder
 from refusion_train.errors import ConfigError, DataError
 
@@ -184,25 +184,14 @@ def show(methods: Sequence[Method], console: Console) -> None:
 
 
 def write_json(methods: Sequence[Method], path: str) -> None:
-    """One list of summaries, written aside and renamed."""
-    _write(path, lambda partial: Path(partial).write_text(json.dumps([m.summary() for m in methods], indent=1) + "\n"))
-
-
-def new_figure() -> Any:
-    """An empty picture. Raises ConfigError where matplotlib is not installed."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'refusion-train[plot]'") from None
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    """One list of summaries."""
+    text = json.dumps([method.summary() for method in methods], indent=1) + "\n"
+    write_whole(path, lambda partial: partial.write_text(text))
 
 
 def plot(methods: Sequence[Method], path: str) -> None:
     """Speed over quality as a .png."""
-    figure = new_figure()
+    figure = new_figure(7, 5)
     axis = figure.add_subplot()
     for method in methods:
         found = method.summary()
@@ -211,13 +200,4 @@ def plot(methods: Sequence[Method], path: str) -> None:
         axis.annotate(f"{Path(method.folder).name}: {method.name}", place, fontsize=7)
     axis.set_xlabel("exact answers, %")
     axis.set_ylabel("tokens per CPU second")
-    _write(path, lambda partial: figure.savefig(partial, format="png", dpi=120))
-
-
-def _write(path: str, write: Any) -> None:
-    partial = f"{path}.partial"
-    try:
-        write(partial)
-        os.replace(partial, path)
-    except OSError as error:
-        raise DataError(f"cannot write '{path}': {error.strerror or error}") from None
+    write_whole(path, lambda partial: figure.savefig(partial, format="png", dpi=120))

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import html
 import json
-import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from refusion_train.errors import ConfigError, DataError
+from data_tools.output import write_whole
+from refusion_train.errors import ConfigError
 
 if TYPE_CHECKING:
     from refusion_train.hf.decoding import Note
@@ -82,13 +83,7 @@ class Recorder:
             for cell in self._cells:
                 cell.state = "rejected" if cell.state in _LASTING[1:] else cell.state
         for offset, (token, decided) in enumerate(zip(update.tokens, update.decided, strict=True)):
-            if decided and self._cells[offset].state not in (
-                "committed",
-                "accepted",
-                "corrected",
-                "redrawn",
-                "planned",
-            ):
+            if decided and self._cells[offset].state not in _FINAL:
                 self._cells[offset] = Cell(self._text(token), "accepted")
             if update.end is not None and offset > update.end:
                 self._cells[offset] = Cell("", "cut")
@@ -116,7 +111,7 @@ class Recorder:
             return "rejected" if note.what == "judged" else "draft"
         if note.what in ("corrected", "redrawn") and index == note.accepted - 1:
             return note.what
-        return before if before in ("planned", "corrected", "redrawn", "accepted") else "accepted"
+        return before if before in _FINAL else "accepted"
 
     def _text(self, token: int) -> str:
         return self.decode([token]).replace("\n", "\u23ce").replace("\t", "\u21e5")
@@ -164,15 +159,9 @@ def write_page(path: Path, recorder: Recorder, prompt: str, response: str, setti
         "PICTURE": picture(recorder.frames, recorder.slot_size),
         "DATA": data.replace("<", "\\u003c"),  # no text can end the script
     }  # fmt: skip
-    for name, value in parts.items():
-        template = template.replace(f"@{name}@", value, 1)
-    aside = path.with_name(f"{path.name}.tmp")
-    try:
-        aside.write_text(template, encoding="utf-8")
-        os.replace(aside, path)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise DataError(f"--trace {path} cannot be written: {error.strerror}") from None
+    # All at once: what stands for a part in the template may also stand in a prompt.
+    page = re.sub(f"@({'|'.join(parts)})@", lambda match: parts[match[1]], template)
+    write_whole(path, lambda partial: partial.write_text(page, encoding="utf-8"))
 
 
 def picture(frames: list[Frame], slot_size: int) -> str:

@@ -342,7 +342,7 @@ class ValidationLoader:
             reason = f"{self._dataset.path}: {error}" if isinstance(error, CutShort) else str(error)
             if not self._skip:
                 raise DataError(reason) from None
-            info = [info for shard in self._dataset.index.shards for info in shard.blocks][block]
+            info = self._dataset.block_info(block)
             self.damage[block] = Damage(self._dataset.fingerprint, block, info.documents, info.tokens, reason)
             self._last_tape = block, None
             return None

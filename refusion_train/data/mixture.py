@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from refusion_train.data.remote import RemoteOptions
 from refusion_train.data.shards import ShardSet
 from refusion_train.data.streams import Stream
 from refusion_train.errors import ConfigError
@@ -50,10 +49,8 @@ def open_sources(config: Config) -> list[Source]:
     """
     wanted = sources_of(config)
     names = short_names([entry.path for entry in wanted])
-    options, stop = RemoteOptions.of(config.data), config.data.on_error == "stop"
     sources = [
-        Source(name, ShardSet.open(e.path, options, check_shards=stop), e)
-        for name, e in zip(names, wanted, strict=True)
+        Source(name, ShardSet.of_run(entry.path, config.data), entry) for name, entry in zip(names, wanted, strict=True)
     ]
     first = sources[0].dataset.index
     seen: dict[str, Source] = {}

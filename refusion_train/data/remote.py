@@ -79,7 +79,7 @@ class RemoteBlocks:
     def __init__(self, remote: Remote, index: Index, options: RemoteOptions) -> None:
         self._remote, self._index = remote, index
         self._dtype = np.dtype(index.dtype).newbyteorder("<")
-        self._blocks = [(s, block) for s, shard in enumerate(index.shards) for block in shard.blocks]
+        self._blocks = index.blocks
         self._cache = Cache(options.root, int(options.cache_gb * 1e9), index.fingerprint)
         self._lock = threading.Lock()
         self._jobs: dict[int, _Job] = {}  # under way, and those that failed before anyone asked
@@ -192,7 +192,7 @@ class RemoteBlocks:
                         raise EOFError(f"{file.tell()} bytes arrived, index.json says {shard.bytes}")
 
             with self._explained(shard, None):
-                self._remote.fetch(shard.name, None, take, f"shard {shard.name}")
+                self._remote.fetch(shard.name, None, take, _what(shard, None))
             os.rename(Path(folder) / "shard", Path(folder) / os.path.basename(shard.name))
             yield Path(folder)
 
@@ -319,15 +319,15 @@ class RemoteBlocks:
         try:
             yield
         except FileNotFoundError:
-            what = _what(shard, info) if info is not None else f"shard {shard.name}"
             if self._has_changed():
-                raise self._changed(what) from None
+                raise self._changed(_what(shard, info)) from None
             raise DataError(
-                f"{self._remote.name}: {what}: the shard is missing; restore it or build the dataset again"
+                f"{self._remote.name}: {_what(shard, info)}: the shard is missing; restore it or build the dataset "
+                "again"
             ) from None
         except DataError as error:
             if isinstance(error.__cause__, Damaged) and self._has_changed():
-                raise self._changed(_what(shard, info) if info is not None else f"shard {shard.name}") from None
+                raise self._changed(_what(shard, info)) from None
             raise
 
     def _has_changed(self) -> bool:
@@ -428,5 +428,5 @@ def _exactly(chunks: Iterator[bytes], size: int) -> bytearray:
     return data
 
 
-def _what(shard: ShardInfo, info: BlockInfo) -> str:
-    return f"shard {shard.name}, block {info.key}"
+def _what(shard: ShardInfo, info: BlockInfo | None) -> str:
+    return f"shard {shard.name}" + (f", block {info.key}" if info is not None else "")

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,11 @@ class Index:
     shards: tuple[ShardInfo, ...]
     build: dict[str, Any] = field(default_factory=dict)
     sources: tuple[dict[str, Any], ...] = ()
+
+    @cached_property
+    def blocks(self) -> list[tuple[int, BlockInfo]]:
+        """All blocks in order, each with the number of its shard."""
+        return [(number, block) for number, shard in enumerate(self.shards) for block in shard.blocks]
 
     def write(self, folder: Path) -> None:
         """Write index.json so that it is either whole or absent."""

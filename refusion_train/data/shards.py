@@ -14,7 +14,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -31,6 +31,9 @@ from refusion_train.data.shard_writer import BLOCK_TOKENS, SHARD_BYTES, ShardWri
 from refusion_train.data.tokenizer import Tokenizer
 from refusion_train.data.transport import is_url, local_path, shown
 from refusion_train.errors import DataError
+
+if TYPE_CHECKING:
+    from refusion_train.config import DataConfig
 
 __all__ = [
     "BLOCK_TOKENS", "INDEX_FILE", "SHARD_BYTES", "TOKENIZER_FOLDER", "Block", "HasFingerprint", "ShardSet",
@@ -70,7 +73,7 @@ class ShardSet:
         self.fingerprint = index.fingerprint
         self.remote = remote
         self._dtype = np.dtype(index.dtype).newbyteorder("<")
-        self._blocks = [(s, block) for s, shard in enumerate(index.shards) for block in shard.blocks]
+        self._blocks = index.blocks
         self.blocks = len(self._blocks)
         documents = np.array([block.documents for _, block in self._blocks], np.int64)
         self.first_documents = np.concatenate(([0], np.cumsum(documents)))
@@ -95,6 +98,11 @@ class ShardSet:
         for shard in dataset.index.shards if check_shards else ():
             dataset._check_size(shard)
         return dataset
+
+    @classmethod
+    def of_run(cls, path: str, data: DataConfig) -> ShardSet:
+        """Open a dataset as a run wants it: with its cache, and shards looked at first if damage is to stop it."""
+        return cls.open(path, RemoteOptions.of(data), check_shards=data.on_error == "stop")
 
     def __len__(self) -> int:
         return self.blocks

@@ -133,9 +133,7 @@ class DataOrder:
         self.damage: list[Damage] = []
         self.bos_id = dataset.index.special_ids.get("bos")
         self.dataset_hash = hash_dataset(dataset.fingerprint)
-        self._infos = [block for shard in dataset.index.shards for block in shard.blocks]
-        documents = np.array([block.documents for block in self._infos], dtype=np.int64)
-        self._first_documents = np.cumsum(documents) - documents
+        documents = np.diff(dataset.first_documents)
         self.unit_block, self.unit_start, self.unit_stop = split_units(documents, UNITS_PER_STREAM * streams)
         self.units = self.unit_block.size
         # Neighbouring streams are in the same epoch or the next, unless there are fewer units than streams.
@@ -200,18 +198,18 @@ class DataOrder:
             if not self.skip:
                 raise
             self.leave_out(block, str(error))
-            return Span(None, start, stop, int(self._first_documents[block]))
+            return Span(None, start, stop, int(self.dataset.first_documents[block]))
 
     def leave_out(self, block: int, reason: str) -> None:
         """Note that a block could not be read."""
-        info = self._infos[block]
+        info = self.dataset.block_info(block)
         self.damage.append(Damage(self.dataset.fingerprint, block, info.documents, info.tokens, reason))
 
     def lost(self, error: CutShort, first_document: int) -> DataError:
         """Of a block in use, by the number of its first document: note that it is left out, or the error to raise."""
         named = DataError(f"{self.dataset.path}: {error}; restore it or build the dataset again")
         if self.skip:
-            self.leave_out(int(self._first_documents.searchsorted(first_document, "right")) - 1, str(named))
+            self.leave_out(self.dataset.locate(first_document)[0], str(named))
         return named
 
     def check_readable(self) -> None:

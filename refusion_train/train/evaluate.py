@@ -25,7 +25,6 @@ import torch.distributed as dist
 from refusion_train.checkpoint import layout, store
 from refusion_train.config import Config
 from refusion_train.data.loader import ValidationLoader, stratified_noise
-from refusion_train.data.remote import RemoteOptions
 from refusion_train.data.shards import ShardSet
 from refusion_train.data.streams import Damage
 from refusion_train.errors import ConfigError, DataError
@@ -137,8 +136,8 @@ def evaluate_checkpoint(config: Config, checkpoint: str) -> dict[str, float]:
         if config.data.validation is None:
             raise ConfigError("data.validation is not set; give a folder of shards, data.validation=shards/validation")
         folder = store.on_first_rank(lambda: store.resolve(checkpoint))
-        path, options, stop = str(config.data.validation), RemoteOptions.of(config.data), config.data.on_error == "stop"
-        dataset = store.on_every_rank(lambda: ShardSet.open(path, options, check_shards=stop))
+        path = config.data.validation
+        dataset = store.on_every_rank(lambda: ShardSet.of_run(path, config.data))
         saved = store.on_first_rank(lambda: store.read_state(folder))
         adopt_model(saved, config, dataset.index.tokenizer, folder)
         chunks = build_model_chunks(config, groups, config.objective.name == "mdm")

@@ -1,7 +1,7 @@
-"""The lock on a run folder, which no two trainings may write into at once, and what it is worth on a cluster.
+"""Whose a run folder is: one run's, and of one training at a time.
 
-It is a `flock`: the system gives it back when the process ends, however that comes. Local disks and NFS (version 4, or
-3 with its lock daemon) keep it between hosts, Lustre only when mounted with `flock`. Two things follow:
+The lock on it is a `flock`: the system gives it back when the process ends, however that comes. Local disks and NFS
+(version 4, or 3 with its lock daemon) keep it between hosts, Lustre only when mounted with `flock`. Two things follow:
 
 - A node that has failed may keep its lock on a server for minutes. A later start of the same Slurm job knows that the
   earlier one is over, because Slurm runs a job once at a time: it waits a while, then goes on with a warning.
@@ -22,13 +22,28 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
+from refusion_train.config import Config
 from refusion_train.errors import ConfigError
+from refusion_train.telemetry import METRICS
 
 logger = logging.getLogger(__name__)
 
-LOCK = ".lock"
+LOCK, CONFIG = ".lock", "config.yaml"
+CHECKPOINTS = "checkpoints"  # as in checkpoint.store, which imports torch
 PATIENCE_S = 60.0  # for the lock of an earlier start of the same job
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+
+
+def refuse_another_run(config: Config, folder: Path) -> None:
+    """Raise ConfigError if `folder` holds a run that `checkpoint.resume: none` must not touch."""
+    if config.checkpoint.resume != "none":
+        return
+    for name in (CHECKPOINTS, METRICS, CONFIG):
+        if (folder / name).exists():
+            raise ConfigError(
+                f"run_dir={config.run_dir} holds a run already ({name}) and checkpoint.resume=none; give another "
+                "run_dir, or checkpoint.resume=auto to go on with it"
+            )
 
 
 def hold(folder: Path, stack: ExitStack) -> None:

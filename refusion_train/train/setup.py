@@ -6,19 +6,18 @@ Data and run folder come first: a wrong path, or a run that cannot be continued,
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
 
+from data_tools.output import write_whole
 from refusion_train.checkpoint import layout, store
 from refusion_train.checkpoint.writer import Writer
 from refusion_train.config import Config, to_yaml
 from refusion_train.data.loader import TrainLoader
 from refusion_train.data.mixture import open_sources
-from refusion_train.data.remote import RemoteOptions
 from refusion_train.data.shard_index import Index
 from refusion_train.data.shards import ShardSet, check_tokenizer
 from refusion_train.errors import ConfigError
@@ -27,17 +26,15 @@ from refusion_train.objective import Objective, make_objective
 from refusion_train.parallel.engine import Engine
 from refusion_train.parallel.groups import Groups
 from refusion_train.sources import sources_of
-from refusion_train.telemetry import METRICS, Telemetry, has_validation
+from refusion_train.telemetry import Telemetry, has_validation
 from refusion_train.train import initial
-from refusion_train.train.folder import hold
+from refusion_train.train.folder import CONFIG, hold, refuse_another_run
 from refusion_train.train.optim import param_groups
 from refusion_train.train.run import Data, Run
 from refusion_train.train.signals import StopSignals
 from refusion_train.train.state import TrainState, check_unchanged
 
 logger = logging.getLogger(__name__)
-
-CONFIG = "config.yaml"
 
 # ------------------------------------------------------------------------------------------------------------ data
 
@@ -72,8 +69,7 @@ def _open_data(config: Config) -> Data:
         raise ConfigError(f"{_shown(config)} has no mask token; build it with `refusion data shards`")
     if config.data.validation is None:
         return Data(sources, None)
-    stop = config.data.on_error == "stop"
-    validation = ShardSet.open(config.data.validation, RemoteOptions.of(config.data), check_shards=stop)
+    validation = ShardSet.of_run(config.data.validation, config.data)
     if validation.index.tokenizer != index.tokenizer:
         raise ConfigError(
             f"data.validation={config.data.validation} was made with another tokenizer than {_shown(config)}; build "
@@ -129,13 +125,7 @@ def own_folder(config: Config) -> Iterator[None]:
 
 def _take_folder(config: Config, stack: ExitStack) -> None:
     folder = Path(config.run_dir)
-    if config.checkpoint.resume == "none":
-        for name in (store.CHECKPOINTS, METRICS, CONFIG):
-            if (folder / name).exists():
-                raise ConfigError(
-                    f"run_dir={folder} holds a run already ({name}) and checkpoint.resume=none; give another run_dir, "
-                    "or checkpoint.resume=auto to go on with it"
-                )
+    refuse_another_run(config, folder)
     folder.mkdir(parents=True, exist_ok=True)
     hold(folder, stack)
 
@@ -209,7 +199,5 @@ def _new_host_group() -> dist.ProcessGroup:
 
 
 def _write_config(config: Config) -> None:
-    file = Path(config.run_dir) / CONFIG
-    aside = file.with_name(f"{CONFIG}.tmp")
-    aside.write_text(to_yaml(config), encoding="utf-8")
-    os.replace(aside, file)
+    text = to_yaml(config)
+    write_whole(Path(config.run_dir) / CONFIG, lambda partial: partial.write_text(text, encoding="utf-8"))

@@ -17,12 +17,14 @@ from refusion_train.errors import TrainingError
 from refusion_train.telemetry import leave_error
 
 _LATER_S = 30.0  # the timer in C waits so much longer than the thread
+_GRACE_S = 5.0  # between the first rank's stacks and its end, which ends the others' collectives
 
 
 class Watchdog:
     """While entered, ends this process with exit code 1 when `beat` is not called for `minutes`; None: never.
 
-    Every rank has one. Python stacks of all threads go to stderr first, and one line for the launcher.
+    Every rank has one. Python stacks of all threads go to stderr first, and one line for the launcher. Then it waits
+    a little: the end of one rank breaks the collectives of the others, and they too must have shown their stacks.
     """
 
     def __init__(self, minutes: float | None) -> None:
@@ -63,4 +65,5 @@ class Watchdog:
         print(f"refusion: error: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
         leave_error(error)
+        time.sleep(_GRACE_S)
         os._exit(error.exit_code)

@@ -24,11 +24,3 @@ def undisturbed(_tiny_template: Config, tmp_path_factory: pytest.TempPathFactory
     config.checkpoint.interval, config.checkpoint.keep = 2, 10
     train_group(config, 2)
     return config
-
-
-@pytest.fixture
-def again(undisturbed: Config, tmp_path: Path) -> Config:
-    """The same settings for a run in a folder of its own; change it freely."""
-    config = copy.deepcopy(undisturbed)
-    config.run_dir = str(tmp_path / "run")
-    return config

@@ -28,13 +28,6 @@ def undisturbed(_tiny_template: Config, tmp_path_factory: pytest.TempPathFactory
     return config
 
 
-@pytest.fixture
-def again(undisturbed: Config, tmp_path: Path) -> Config:
-    config = copy.deepcopy(undisturbed)
-    config.run_dir = str(tmp_path / "run")
-    return config
-
-
 def assert_same(config: Config, undisturbed: Config) -> None:
     assert losses(config) == pytest.approx(losses(undisturbed), abs=1e-6)
     assert rows(config)[-1] == pytest.approx(rows(undisturbed)[-1], abs=1e-6)

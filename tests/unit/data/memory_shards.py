@@ -44,6 +44,7 @@ class MemoryShards:
             tokens = np.concatenate([*part, np.zeros(0, np.uint16)]).astype(np.uint16)
             prompts = np.asarray(self.prompts[first : first + self.per_block], np.int32)
             self._blocks.append(MemoryBlock(tokens, offsets, prompts, first))
+        self.first_documents = np.minimum(np.arange(len(self._blocks) + 1) * self.per_block, len(self.documents))
         tokens = sum(len(d) for d in self.documents)
         entries = [SimpleNamespace(documents=len(b.prompts), tokens=len(b.tokens)) for b in self._blocks]
         self.index = SimpleNamespace(

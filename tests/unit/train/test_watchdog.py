@@ -51,3 +51,4 @@ def test_it_lets_be_what_goes_on_or_has_ended() -> None:
     with Watchdog(None):
         pass
     time.sleep(1.0)
+    assert not watch._thread.is_alive()
