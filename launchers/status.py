@@ -27,11 +27,13 @@ from refusion_train.telemetry import METRICS
 _TAIL = 1 << 16  # bytes of the metrics that are read: the last rows
 _ROWS = 50  # of these, for the speed
 _EVERY_S = 10.0
+_SLOW = 1.2  # a rank that takes so many times as long as the others is named
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What is known of a run. queue: state of its job; loss, tokens_per_s, end: None before the first step."""
+    """What is known of a run. queue: state of its job; loss, tokens_per_s, end: None before the first step; last: how
+    the last attempt has ended; slow: a rank that slows the others, if there is one."""
 
     run: Path
     job: str
@@ -45,6 +47,7 @@ class Standing:
     end: datetime | None
     attempts: int
     last: str
+    slow: str
 
 
 def show(runs: list[Path], watch: bool) -> int:
@@ -63,8 +66,8 @@ def show(runs: list[Path], watch: bool) -> int:
         if told:
             console.print(table(told))
             for standing in told:
-                if standing.last:
-                    console.print(f"{standing.run}: {standing.last}", markup=False, soft_wrap=True)
+                for line in filter(None, (standing.last, standing.slow)):
+                    console.print(f"{standing.run}: {line}", markup=False, soft_wrap=True)
         elif not problem:
             console.print("no job of yours in the queue was made by `refusion submit`; name a run folder")
         if problem:
@@ -122,7 +125,7 @@ def standing(run: Path, job: str, queue: str) -> Standing:
     return Standing(
         run=run, job=job, queue=queue or "-", step=step, steps=steps, loss=row.get("loss"),
         tokens_per_s=_median([r["tokens_per_s"] for r in rows[-_ROWS:]]), checkpoint=newest, checkpoint_age_s=age,
-        end=_expected_end(run, rows, steps), attempts=len(begun), last=last,
+        end=_expected_end(run, rows, steps), attempts=len(begun), last=last, slow=slow_rank(rows),
     )  # fmt: skip
 
 
@@ -142,6 +145,22 @@ def last_rows(run: Path) -> list[dict[str, Any]]:
             if isinstance(row, dict) and "tokens_per_s" in row:
                 found.append(row)
     return found
+
+
+def slow_rank(rows: list[dict[str, Any]]) -> str:
+    """A line about the rank that most of the newest rows name as the slowest, if it is clearly slower than others."""
+    told = [row for row in rows[-_ROWS:] if "slowest_rank" in row]
+    if not told:
+        return ""
+    rank = statistics.mode(row["slowest_rank"] for row in told)
+    of_rank = [row for row in told if row["slowest_rank"] == rank]
+    ratio = statistics.median(row["slowest_ratio"] for row in of_rank)
+    if ratio < _SLOW or 2 * len(of_rank) <= len(told):
+        return ""
+    return (
+        f"rank {rank} on {of_rank[-1]['slowest_host']} takes {ratio:.2f} times as long as the others: "
+        f"{of_rank[-1]['slowest_rank_s']:.3g} s a step, they take {of_rank[-1]['other_ranks_s']:.3g} s"
+    )
 
 
 def _steps(run: Path) -> int | None:

@@ -145,7 +145,7 @@ class Telemetry:
                 for name, numbers in value.items():
                     for what, number in numbers.items():
                         self._writer.add_scalar(f"{key}/{name}/{what}", number, row["step"])
-            elif key != "step" and value is not None:
+            elif key != "step" and isinstance(value, (int, float)):
                 self._writer.add_scalar(f"{section}/{key.removeprefix('val_')}", value, row["step"])
 
     def _start_progress(self, first_step: int) -> None:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from refusion_train.config import Config
 from refusion_train.model.loss import STAT_NAMES
 from refusion_train.parallel import cpu
+from refusion_train.parallel.clock import BACKWARD, FORWARD, Clock
 from refusion_train.parallel.groups import Groups
 from refusion_train.parallel.reduce import PartialGradients, counted_in_norm, norm_and_sums, squared_norm
 from refusion_train.parallel.zero import OwnedRange, view_of
@@ -46,11 +47,13 @@ _Call = Callable[["SlotModel", "DeviceBatch"], Any]
 class StepResult:
     """What a step did. grad_norm: global, before clipping; inf if something was not finite, and then `skipped`:
     no rank changed weights, moments or step count. statistics: float64 [len(STAT_NAMES)] on the CPU, summed over all
-    micro-batches and data-parallel ranks. The same on every rank."""
+    micro-batches and data-parallel ranks. The same on every rank. own_s: seconds of this rank's own passes (see
+    `clock`)."""
 
     grad_norm: float
     skipped: bool
     statistics: torch.Tensor
+    own_s: float
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ class Engine:
         self._names = _parameter_names(chunks)
         self._partial = PartialGradients(self._parameters, groups)
         self._reduces_early = config.parallel.zero_stage > 1 and groups.pp_size == 1
+        self._clock = Clock(groups.device, (FORWARD,) if self._reduces_early else (FORWARD, BACKWARD))
         self._prepare_schedule()
         param_groups = param_groups(chunks) if callable(param_groups) else param_groups
         self._deepspeed = self._start_deepspeed(param_groups)
@@ -150,12 +154,13 @@ class Engine:
         )
         mine = self._statistics if self.groups.last_stage and self.groups.tp_rank == 0 else self._no_statistics()
         norm, statistics = norm_and_sums(square, mine)
+        own_s = self._clock.take()  # here the host has waited for the device
         self._zero.set_norm(norm)
         self._zero.set_learning_rate(lr)
         self._deepspeed.step()
         self._deepspeed.optimizer.clear_backward_seen_flag()
         self._statistics = self._no_statistics()
-        return StepResult(norm, not math.isfinite(norm), statistics)
+        return StepResult(norm, not math.isfinite(norm), statistics, own_s)
 
     def _evaluate(self, micro_batches: Sequence[DeviceBatch]) -> torch.Tensor:
         # Interleaved schedules want a multiple of the number of stages: repeat a batch, and do not count it.
@@ -168,6 +173,7 @@ class Engine:
                 return self._run_schedule(padded, forward_only=True, counted=len(micro_batches))
         finally:
             self._root.train()
+            self._clock.take()
 
     def _run_schedule(
         self,
@@ -252,6 +258,7 @@ class Engine:
         for chunk in self.chunks:
             chunk.model_type = ModelType.encoder_or_decoder  # type: ignore[assignment]  # the schedules ask for it
             schedule = chunk.config
+            schedule.timers = self._clock
             if self.groups.vp_size > 1 and self.groups.device.type == "cpu":
                 assert not schedule.batch_p2p_comm and not schedule.deallocate_pipeline_outputs, (
                     "interleaved stages on gloo are silently wrong with batch_p2p_comm or deallocate_pipeline_outputs"

@@ -30,6 +30,7 @@ from refusion_train.train.damage import warn_of_damage
 from refusion_train.train.evaluate import evaluate
 from refusion_train.train.signals import StopSignals
 from refusion_train.train.state import TrainState, describe_run
+from refusion_train.train.stragglers import RankTimes
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class Run:
     state: TrainState
     stop: StopSignals
     saved_step: int
+    rank_times: RankTimes
 
     def save(self) -> None:
         """Begin to write a checkpoint, unless this step is in one already; the one before is waited for.

@@ -33,6 +33,7 @@ from refusion_train.train.optim import param_groups
 from refusion_train.train.run import Data, Run
 from refusion_train.train.signals import StopSignals
 from refusion_train.train.state import TrainState, check_unchanged
+from refusion_train.train.stragglers import RankTimes
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +184,8 @@ def assemble(
                 "train.warmup_steps=%d is not less than train.steps=%d: the rate never leaves its warm-up",
                 config.train.warmup_steps, config.train.steps,
             )  # fmt: skip
-        run = Run(config, groups, host_group, data, engine, loader, telemetry, writer, state, stop, state.step)
+        times = RankTimes(groups, host_group, config.train.log_interval)
+        run = Run(config, groups, host_group, data, engine, loader, telemetry, writer, state, stop, state.step, times)
         try:
             yield run
         except BaseException as error:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Counts:
     """Of a global batch: `targets` float64 [3] (as `Batch.counts`), tokens, and tokens from each source; the largest
-    memory of any rank in MB; whether any rank has been asked to stop; whether a save has ended on all ranks. The same
-    on all ranks."""
+    memory of any rank in MB; whether any rank has been asked to stop; whether a save has ended on all ranks; every
+    rank's own time a step in seconds, float64 [ranks] (see `stragglers`). The same on all ranks."""
 
     targets: np.ndarray
     tokens: int
@@ -41,6 +41,7 @@ class Counts:
     memory_mb: float
     stop: bool
     saved: bool
+    own_s: np.ndarray
 
 
 def next_batch(run: Run) -> tuple[StepBatch, Counts]:
@@ -49,11 +50,12 @@ def next_batch(run: Run) -> tuple[StepBatch, Counts]:
 
     Raises, on all ranks alike, what kept any of them from reading its part.
     """
-    batch, error = None, None
+    batch, error, began = None, None, time.perf_counter()
     try:
         batch = next(run.loader)
     except RefusionError as failure:
         error = failure
+    run.rank_times.add(time.perf_counter() - began)
     everyone = _exchange(run, batch)
     if everyone["failed"].any():
         raise next(failure for failure in store.gather(error, run.host_group) if failure is not None)
@@ -67,7 +69,7 @@ def next_batch(run: Run) -> tuple[StepBatch, Counts]:
         targets=totals["targets"], tokens=round(totals["tokens"].item()),
         source_tokens=[round(number) for number in totals["sources"].tolist()],
         memory_mb=everyone["memory"].max().item(), stop=bool(everyone["stop"].any()),
-        saved=bool(everyone["saved"].all()),
+        saved=bool(everyone["saved"].all()), own_s=everyone["own_s"],
     )  # fmt: skip
     return batch, counts
 
@@ -76,8 +78,8 @@ def _exchange(run: Run, batch: StepBatch | None) -> dict[str, np.ndarray]:
     """Numbers of all ranks, float64 [ranks] each, targets [ranks, 3], sources [ranks, sources]. batch: None: failed."""
     here: dict[str, Any] = {
         "failed": batch is None, "stop": run.stop.requested, "saved": run.writer.ended, "memory": peak_memory_mb(),
-        "dp_rank": run.groups.dp_rank, "tokens": 0, "checksum": 0, "damage": 0, "targets": np.zeros(3),
-        "sources": np.zeros(len(run.data.sources)),
+        "own_s": run.rank_times.mean, "dp_rank": run.groups.dp_rank, "tokens": 0, "checksum": 0,
+        "damage": 0, "targets": np.zeros(3), "sources": np.zeros(len(run.data.sources)),
     }  # fmt: skip
     if batch is not None:
         here |= {
@@ -116,11 +118,14 @@ def train_step(run: Run, batch: StepBatch, counts: Counts, began: float) -> dict
     began: `time.perf_counter()` when the step began, before it waited for its batch.
     Returns the step's row of metrics.jsonl. Raises TrainingError after too many steps in a row that were not finite.
     """
-    config, state = run.config, run.state
+    config, state, prepared = run.config, run.state, time.perf_counter()
     micro_batches = weigh(batch, config.objective, counts.targets, run.groups.dp_size, run.groups.device)
+    run.rank_times.add(time.perf_counter() - prepared)
     statistics = run.engine.forward_backward(micro_batches)
     rate = learning_rate(config.train, state.step)
     result = run.engine.step(rate)
+    run.rank_times.add(result.own_s)
+    run.rank_times.end_step()
     totals = dict(zip(STAT_NAMES, result.statistics.tolist(), strict=True))
     state.advance(batch.cursor, counts.tokens, totals["count_clean"] + totals["count_masked"], result.skipped)
     state.count_sources([source.dataset.fingerprint for source in run.data.sources], counts.source_tokens)
@@ -131,6 +136,7 @@ def train_step(run: Run, batch: StepBatch, counts: Counts, began: float) -> dict
         "tokens_per_s": counts.tokens / seconds, "step_s": seconds, "memory_mb": counts.memory_mb,
         "epoch": batch.epoch, "skipped": state.skipped, "mdm_buckets": bucket_losses(totals),
         **run.utilisation(counts.tokens / seconds), **_what_was_read(run),
+        **run.rank_times.report(state.step, counts.own_s),
     }  # fmt: skip
     if result.skipped:
         run.report_skipped(batch.describe().partition(", ")[2], bool(statistics.isfinite().all()))

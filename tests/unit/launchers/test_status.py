@@ -109,6 +109,22 @@ def test_my_jobs_are_found_by_their_folders(
     assert out.count("RUNNING on n1, 5:00 left") == 1
 
 
+@pytest.mark.parametrize(
+    ("ratios", "named"),
+    [([1.5, 1.4, 1.6], True), ([1.1, 1.1, 1.1], False), ([9.0, None, None], False), ([1.5, None, 1.5], True)],
+)
+def test_a_slow_rank_is_named_if_it_stays_slow(ratios: list[float | None], named: bool) -> None:
+    """None: another rank is the slowest, by nothing."""
+    times = {"slowest_host": "n7", "slowest_rank_s": 3.0, "other_ranks_s": 2.0}
+    rows = [
+        {"step": n, "slowest_rank": 5 if ratio else 1, "slowest_ratio": ratio or 1.01, **times}
+        for n, ratio in enumerate(ratios)
+    ]
+    line = status.slow_rank([{"step": 0}, *rows])
+    assert (line == "rank 5 on n7 takes 1.50 times as long as the others: 3 s a step, they take 2 s") is named
+    assert bool(line) is named
+
+
 def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert refusion(["status", str(tmp_path / "nothing")]) == 2
     assert "no run folder" in capsys.readouterr().err
