@@ -18,11 +18,10 @@ from refusion_train.data.packing import Pieces, RowPacker
 from refusion_train.data.shards import ShardSet
 from refusion_train.data.streams import DataOrder, Stream
 from refusion_train.data.tokenizer import Tokenizer
-from refusion_train.objective import MASKED, NONE, Batch, PackedDocuments, make_objective
-from refusion_train.objective.slots import draw_sizes
+from refusion_train.objective import MASKED, NONE, Batch, Objective, PackedDocuments, make_objective
 
 _LINES_SHOWN = 24
-# Where the objective has no slots (ar, mdm), or draws them in an order not known here: lines of so many tokens.
+# Where there are no slots, or they are drawn in an order not known here: lines of so many tokens.
 _LINE_TOKENS = 16
 _STYLES = {"prompt": "cyan", "clean": "green", "masked": "bold magenta"}
 _NO_TARGET = "dim"
@@ -37,8 +36,19 @@ class Line:
     stop: int
 
 
-def show_rows(dataset: ShardSet, tokenizer: Tokenizer, config: Config, n: int, console: Console, full: bool) -> None:
-    """Print the first `n` rows that a run with `config` trains on."""
+def show_rows(
+    dataset: ShardSet,
+    tokenizer: Tokenizer,
+    config: Config,
+    n: int,
+    console: Console,
+    full: bool,
+    step: int | None = None,
+) -> None:
+    """Print the first `n` rows that a run with `config` trains on.
+
+    step: show them as they would be corrupted in this step, in place of the one that they belong to.
+    """
     order = DataOrder.of(dataset, config)
     packer = RowPacker(n, config.data.sequence_length, tokenizer.pad_id)
     streams = {number: Stream(order, number) for number in range(min(n, config.data.streams))}
@@ -46,20 +56,28 @@ def show_rows(dataset: ShardSet, tokenizer: Tokenizer, config: Config, n: int, c
         streams[row % config.data.streams].fill(packer, row)
     packed, pieces = packer.finish(config.seed, order.dataset_hash)
     objective = make_objective(config.objective, tokenizer.mask_id, tokenizer.pad_id)
-    batch = objective.corrupt(packed)
-    sizes = slot_sizes(packed, config)
+    at_once = config.train.global_batch_size
+    parts = [
+        (packed.some_rows(row, row + at_once)[0], row // at_once if step is None else step)
+        for row in range(0, n, at_once)
+    ]
+    batches = [objective.corrupt(part, step=at) for part, at in parts]
+    batch = Batch(*(np.concatenate([getattr(one, name) for one in batches]) for name in Batch.__dataclass_fields__))
+    sizes = [size for part, at in parts for size in slot_sizes(objective, part, at)]
     console.print(_legend())
     for piece in range(len(pieces.rows)):
-        _show_piece(batch, packed, pieces, piece, sizes, tokenizer, console, full)
+        _show_piece(batch, packed, pieces, piece, sizes[piece], tokenizer, console, full)
 
 
-def slot_sizes(packed: PackedDocuments, config: Config) -> np.ndarray | None:
-    """The slot size of each document, int64 [n]; None where there are no slots or they are not drawn by hash."""
-    objective = config.objective
-    if objective.name != "slots" or objective.rng != "counter":
-        return None
-    shares = np.cumsum(objective.slot_weights or [1.0] * len(objective.slot_sizes), dtype=np.float64)
-    return draw_sizes(packed.keys, np.asarray(objective.slot_sizes, np.int64), shares[:-1] / shares[-1])
+def slot_sizes(objective: Objective, packed: PackedDocuments, step: int) -> list[int | None]:
+    """The slot size of each document, 0 for those that are trained plainly left to right.
+
+    None where there are no slots or they are not drawn by hash.
+    """
+    if objective.config.name != "slots" or objective.config.rng != "counter":
+        return [None] * len(packed.keys)
+    sizes, plain = objective.slot_sizes(packed, step), objective.plain(packed)
+    return (sizes if plain is None else np.where(plain, 0, sizes)).tolist()
 
 
 def lines_of(positions: np.ndarray, kinds: np.ndarray, prompt: int, size: int) -> list[Line]:
@@ -86,7 +104,7 @@ def _show_piece(
     packed: PackedDocuments,
     pieces: Pieces,
     piece: int,
-    sizes: np.ndarray | None,
+    size: int | None,
     tokenizer: Tokenizer,
     console: Console,
     full: bool,
@@ -94,11 +112,12 @@ def _show_piece(
     row, column = divmod(int(packed.starts[piece]), packed.tokens.shape[1])
     length, offset = int(packed.lengths[piece]), int(pieces.offsets[piece])
     part = (row, slice(column, column + length))
-    size = _LINE_TOKENS if sizes is None else int(sizes[piece])
     title = f"row {row}  document {pieces.documents[piece]}, tokens {offset} to {offset + length - 1}"
-    title += "" if sizes is None else f"  slot size {size}"
+    title += "" if size is None else f"  slot size {size}" if size else "  left to right"
     console.print(Text(title, style="bold"))
-    lines = lines_of(batch.position_ids[part], batch.target_kind[part], int(packed.prompts[piece]), size)
+    lines = lines_of(
+        batch.position_ids[part], batch.target_kind[part], int(packed.prompts[piece]), size or _LINE_TOKENS
+    )
     for line in lines if full else lines[:_LINES_SHOWN]:
         console.print(_line_text(batch, part, line, tokenizer), no_wrap=full, crop=False)
     if not full and len(lines) > _LINES_SHOWN:

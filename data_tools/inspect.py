@@ -176,12 +176,14 @@ def show(
     full: bool = False,
     console: Console | None = None,
     options: RemoteOptions | None = None,
+    step: int | None = None,
 ) -> None:
     """Print documents of the dataset in folder `path`, or with a config rows as training gets them, in colour.
 
     Documents `first` to `first + n - 1`, decoded; or the first `n` rows of the run that `config` describes, packed and
     corrupted. `path` may also be a folder of datasets: then its training part is shown. `tokenizer`: its folder
-    (default: the one that lies with the dataset). `full`: long documents and rows are not shortened.
+    (default: the one that lies with the dataset). `full`: long documents and rows are not shortened. `step`: the step
+    that rows are corrupted as in.
     Raises DataError (no dataset, wrong tokenizer, no such document).
     """
     dataset = ShardSet.open(_one_dataset(path), options)
@@ -195,7 +197,7 @@ def show(
     if config is not None:
         from data_tools.corrupted_view import show_rows
 
-        show_rows(dataset, encoder, config, n, console, full)
+        show_rows(dataset, encoder, config, n, console, full, step)
         return
     dataset.locate(first)
     for number in range(first, min(first + n, dataset.index.documents)):

@@ -178,6 +178,10 @@ def data_show(
     count: Annotated[int, typer.Option("-n", "--count", help="Documents or rows to show.", min=1)] = 3,
     first: Annotated[int, typer.Option(help="Number of the first document.", min=0)] = 0,
     full: Annotated[bool, typer.Option("--full", help="Do not shorten long documents and rows.")] = False,
+    step: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="With --config: with the slot sizes of this step, if they change.", min=0),
+    ] = None,
 ) -> None:
     """Show decoded documents; with --config packed and corrupted rows in colour.
 
@@ -191,6 +195,8 @@ def data_show(
 
     if overrides and config is None:
         raise ConfigError(f"'{overrides[0]}' changes a configuration; name it with --config, for example --config demo")
+    if step is not None and config is None:
+        raise ConfigError(f"--step {step} is of a run; name its configuration with --config, for example --config demo")
     run = load(config, overrides) if config else None
     options = RemoteOptions.of(run.data) if run is not None else None
-    show(path, run, count, first=first, full=full, options=options)
+    show(path, run, count, first=first, full=full, options=options, step=step)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from refusion_train import layouts
+from refusion_train import layouts, schedules
 from refusion_train.errors import ConfigError
 
 OBJECTIVES = ("slots", "ar", "mdm")
@@ -65,11 +65,15 @@ class ObjectiveConfig:
 
     name: str = "slots"
     slot_sizes: list[int] = field(default_factory=lambda: [4, 8, 16, 32])
-    # Relative frequency of each slot size; null: uniform.
-    slot_weights: list[float] | None = None
+    # Relative frequency of each slot size: [weight, ...], or [[step, [weight, ...]], ...] (linear in between); null:
+    # uniform.
+    slot_weights: Any = None
     eps: float = 1e-3
-    ar_weight: float = 1.0
-    mdm_weight: float = 1.0
+    # Weights of the two parts of the loss: numbers, or [[step, weight], ...] (linear in between).
+    ar_weight: Any = 1.0
+    mdm_weight: Any = 1.0
+    # Share of documents that are not masked but trained plainly left to right.
+    ar_probability: float = 0.0
     cross_slot_targets: bool = True
     partial_slot_probability: float = 0.0
     normalization: str = "token"
@@ -196,6 +200,8 @@ def load(path: str | os.PathLike[str] | None, overrides: list[str] | None = None
     Raises ConfigError, naming the nearest right key, for an unknown key, and for a value of the wrong type.
     """
     config = build(Config, None if path is None else find_config(path), overrides or [])
+    for name, value in schedules.read_objective(config.objective).items():
+        setattr(config.objective, name, value)
     if config.data.train is not None:
         from refusion_train.sources import sources_of
 
@@ -384,11 +390,12 @@ _POSITIVE_OR_NULL = {
     "parallel.pipeline_last": "an equal share",
 }  # fmt: skip
 _NOT_NEGATIVE = (
-    "seed", "objective.ar_weight", "objective.mdm_weight", "data.workers", "train.warmup_steps",
-    "train.weight_decay", "train.clip", "train.validation_interval", "train.adam_eps",
+    "seed", "data.workers", "train.warmup_steps", "train.weight_decay", "train.clip", "train.validation_interval",
+    "train.adam_eps",
 )  # fmt: skip
 _FRACTION = (
-    "objective.partial_slot_probability", "train.min_lr_ratio", "train.decay_fraction", "train.beta1", "train.beta2",
+    "objective.partial_slot_probability", "objective.ar_probability", "train.min_lr_ratio", "train.decay_fraction",
+    "train.beta1", "train.beta2",
 )  # fmt: skip
 _BELOW_ONE = ("train.beta1", "train.beta2")  # Adam divides by 1 - beta
 _LARGEST_SEED = 2**63 - 1
@@ -432,20 +439,22 @@ def _check_ranges(config: Config) -> None:
 
 
 def _check_objective(objective: ObjectiveConfig) -> None:
-    sizes, weights = objective.slot_sizes, objective.slot_weights
+    sizes = objective.slot_sizes
     _require(bool(sizes), "objective.slot_sizes is empty; give at least one slot size, for example [4,8,16,32]")
     _require(all(size >= 1 for size in sizes), f"objective.slot_sizes={sizes}: every slot size must be at least 1")
-    if weights is not None:
-        _require(
-            len(weights) == len(sizes),
-            f"objective.slot_weights has {len(weights)} values for "
-            f"{len(sizes)} objective.slot_sizes; give one weight for each size",
-        )
-        _require(
-            all(w >= 0 for w in weights) and sum(weights) > 0,
-            f"objective.slot_weights={weights}: weights must not be negative and not all 0",
-        )
     _require(0 < objective.eps < 1, f"objective.eps={objective.eps} must lie between 0 and 1")
+    weights = schedules.read_objective(objective)
+    parts = schedules.LOSS_WEIGHTS if objective.name == "slots" else [f"{objective.name}_weight"]
+    step = schedules.step_without_weight([weights[name] for name in parts])
+    names = " and ".join(f"objective.{name}" for name in parts)
+    _require(step is None, f"nothing is trained at step {step}: {names} must be greater than 0 there")
+    if objective.ar_probability:
+        for key, wanted in (("name", "slots"), ("rng", "counter")):
+            _require(
+                getattr(objective, key) == wanted,
+                f"objective.ar_probability={objective.ar_probability} needs objective.{key}={wanted}, not "
+                f"{getattr(objective, key)}; set one of the two",
+            )
     if objective.rng == "reference":
         _require(
             objective.name == "slots",

@@ -6,13 +6,13 @@ what a run will have read of each source, for plans and for checks before anythi
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from refusion_train import schedules
 from refusion_train.config import Config, SourceConfig
 from refusion_train.errors import ConfigError
 
@@ -48,7 +48,7 @@ def dataset_paths(config: Config) -> list[str]:
 
 def weights_at(sources: Sequence[SourceConfig], step: int) -> list[float]:
     """The share of tokens of each source at a step; they add up to 1."""
-    weights = [_weight(source.weight, step) for source in sources]
+    weights = [schedules.value_at(source.weight, step) for source in sources]
     total = sum(weights)
     return [weight / total for weight in weights]
 
@@ -110,35 +110,17 @@ def _source(key: str, entry: Any) -> SourceConfig:
     return SourceConfig(path, weight, _read_epochs(f"{key}.epochs", entry.get("epochs")))
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _read_weight(key: str, given: Any) -> Any:
-    if not isinstance(given, list | tuple):
-        if not _is_number(given) or given <= 0:
-            raise ConfigError(
-                f"{key}={given} must be a number greater than 0, or a schedule such as [[0, 0.7], [1000, 0.2]]; "
-                "leave out a source that is not to be read"
-            )
-        return float(given)
-    points = [list(point) if isinstance(point, list | tuple) else [] for point in given]
-    if not points or any(len(point) != 2 or not all(map(_is_number, point)) for point in points):
-        raise ConfigError(
-            f"{key}={given} is not a schedule; write [[step, weight], ...], such as [[0, 0.7], [1000, 0.2]]"
-        )
-    steps = [step for step, _ in points]
-    if any(step < 0 or step != int(step) for step in steps) or any(a >= b for a, b in itertools.pairwise(steps)):
-        raise ConfigError(f"{key}={given}: steps must be whole numbers from 0 on that grow from point to point")
-    if any(weight < 0 for _, weight in points) or not any(weight for _, weight in points):
-        raise ConfigError(f"{key}={given}: weights must not be negative and not all 0")
-    return [[int(step), float(weight)] for step, weight in points]
+    weight = schedules.read_weight(key, given)
+    if not any(value for _, value in weight) if schedules.is_schedule(weight) else not weight:
+        raise ConfigError(f"{key}={given} is never greater than 0; leave out a source that is not to be read")
+    return weight
 
 
 def _read_epochs(key: str, given: Any) -> int | None:
     if given is None:
         return None
-    if not _is_number(given) or given <= 0 or given != int(given):
+    if not schedules.is_number(given) or given <= 0 or given != int(given):
         raise ConfigError(f"{key}={given} must be a whole number of passes, 1 or more, or null for no limit")
     return int(given)
 
@@ -155,20 +137,6 @@ def _refuse_doubles(sources: Sequence[SourceConfig]) -> None:
 
 
 def _refuse_steps_without_weight(sources: Sequence[SourceConfig]) -> None:
-    # Weights are linear between these steps and never negative: if some have weight at both ends, so between them.
-    steps = sorted({0, *(p[0] for source in sources if isinstance(source.weight, list) for p in source.weight)})
-    for step in steps:
-        if not any(_weight(source.weight, step) > 0 for source in sources):
-            raise ConfigError(f"{_KEY}: no source has any weight at step {step}; give one of them some")
-
-
-def _weight(weight: Any, step: int) -> float:
-    """Linear between the points of a schedule, constant before the first and after the last."""
-    if not isinstance(weight, list):
-        return weight
-    if step <= weight[0][0]:
-        return weight[0][1]
-    for (start, low), (stop, high) in itertools.pairwise(weight):
-        if step <= stop:
-            return low + (high - low) * ((step - start) / (stop - start))
-    return weight[-1][1]
+    step = schedules.step_without_weight([source.weight for source in sources])
+    if step is not None:
+        raise ConfigError(f"{_KEY}: no source has any weight at step {step}; give one of them some")

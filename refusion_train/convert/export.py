@@ -35,6 +35,7 @@ from refusion_train.data.shards import ShardSet
 from refusion_train.data.tokenizer import META_FILE, Tokenizer
 from refusion_train.data.transport import is_url
 from refusion_train.errors import CheckpointError, ConfigError, DataError
+from refusion_train.schedules import LAST, value_at
 
 DTYPES = {
     "float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
@@ -150,7 +151,7 @@ def model_config(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
             "objective": objective.name,
             "mask_token_id": checkpoint.special_ids.get("mask", -1),
             "slot_sizes": objective.slot_sizes if objective.name == "slots" else [],
-            "slot_weights": objective.slot_weights if objective.name == "slots" else None,
+            "slot_weights": value_at(objective.slot_weights, LAST) if objective.name == "slots" else None,
             "eps": objective.eps,
             "cross_slot_targets": objective.name == "slots" and objective.cross_slot_targets,
             "step": state.get("step"),
@@ -166,8 +167,10 @@ def generation_config(checkpoint: Checkpoint) -> dict[str, Any]:
     config: dict[str, Any] = {"do_sample": False, **checkpoint.imported.get("generation_config", {})}
     config |= _special_ids(checkpoint)
     if objective.name == "slots":
-        # The middle of the sizes trained on: longer slots need fewer forwards, and are less often right.
-        size = sorted(objective.slot_sizes)[(len(objective.slot_sizes) - 1) // 2]
+        # The middle of the sizes trained on (at last): longer slots need fewer forwards, and are less often right.
+        weights = value_at(objective.slot_weights, LAST) or [1.0] * len(objective.slot_sizes)
+        sizes = sorted(size for size, weight in zip(objective.slot_sizes, weights, strict=True) if weight)
+        size = sizes[(len(sizes) - 1) // 2]
         config = {
             "slot_size": size, "num_blocks": 1, "slot_threshold": 0.9, "token_threshold": 0.4, "correction": "ar",
             **config,

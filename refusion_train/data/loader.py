@@ -39,7 +39,7 @@ class StepBatch:
 
     step:          0 for the first step of the run
     micro_batches: views of `micro_batch_size` rows each
-    counts:        float64 [3], sums over this rank's rows: clean targets, response tokens, documents with a response
+    counts:        float64 [3], sums over this rank's rows of `Batch.counts`
     tokens:        tokens on this rank, padding not counted
     cursor:        the state after this step; the entries of other ranks' streams are -1 (see `merge_cursors`)
     epoch:         tokens of all steps up to this one, over all ranks, in passes over all datasets
@@ -214,7 +214,7 @@ class StepFeed:
         return _Taken(step, packed, pieces, Cursor(self.step, places, self.orders[0].identity), damage)
 
     def make(self, taken: _Taken) -> StepBatch:
-        batch = self.objective.corrupt(taken.packed)
+        batch = self.objective.corrupt(taken.packed, step=taken.step)
         rows = len(self.rows)
         return StepBatch(
             step=taken.step,

@@ -87,7 +87,8 @@ class Batch:
     loss_weight: np.ndarray  # float32 [b, s] before global normalisation; 0 where there is no target
     target_kind: np.ndarray  # uint8 [b, s] NONE, CLEAN or MASKED
     noise_bucket: np.ndarray  # uint8 [b, s] min(9, int(10 * p)) of the document at masked targets, else 0
-    counts: np.ndarray  # float64 [b, 3] per row: clean targets, response tokens, documents with a response
+    # float64 [b, 3] per row: clean targets; of documents that are not plain: response tokens, documents with a response
+    counts: np.ndarray
 
     @classmethod
     def empty(cls, rows: int, length: int) -> Batch:

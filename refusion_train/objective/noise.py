@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 # What is drawn: the low bits of the counter; the index of the slot or token is above them.
-SIZE, TIME, MASK, ORDER, PARTIAL, PREFIX, TOKEN = (np.uint64(i) for i in range(7))
+SIZE, TIME, MASK, ORDER, PARTIAL, PREFIX, TOKEN, PLAIN = (np.uint64(i) for i in range(8))
 INDEX_SHIFT = np.uint64(3)
 
 # The order of clean slots is the order of the top 40 bits of their hashes (equal ones: by slot index), which leaves

@@ -13,7 +13,15 @@ from typing import Protocol
 import numpy as np
 
 from refusion_train.objective import noise
-from refusion_train.objective.batch import CLEAN, NONE, Batch, PackedDocuments
+from refusion_train.objective.batch import (
+    CLEAN,
+    CLEAN_TARGETS,
+    DOCUMENTS,
+    NONE,
+    RESPONSE_TOKENS,
+    Batch,
+    PackedDocuments,
+)
 from refusion_train.objective.layout import (
     CLEAN_PART,
     fill_documents,
@@ -74,6 +82,17 @@ def draw_sizes(keys: np.ndarray, sizes: np.ndarray, thresholds: np.ndarray) -> n
     return sizes[np.searchsorted(thresholds, noise.uniform(noise.mix(keys, noise.SIZE)), side="right")]
 
 
+def size_thresholds(weights: list[float] | None, count: int) -> np.ndarray:
+    """Cumulative shares of `count` slot sizes without the last, 1: float64 [count - 1]. weights: None: uniform."""
+    shares = np.cumsum(np.asarray(weights or [1.0] * count, np.float64))
+    return shares[:-1] / shares[-1]
+
+
+def draw_plain(keys: np.ndarray, probability: float) -> np.ndarray:
+    """Which documents are trained plainly left to right: bool [n]."""
+    return noise.uniform(noise.mix(keys, noise.PLAIN)) < probability
+
+
 def draw_times(keys: np.ndarray) -> np.ndarray:
     """t ~ U[0, 1) of each document: float64 [n]."""
     return noise.uniform(noise.mix(keys, noise.TIME))
@@ -108,6 +127,25 @@ def reference_draws(
     clean = [slot for slot, is_masked in enumerate(masked) if not is_masked]
     rng.shuffle(clean)
     return size, p, masked, clean
+
+
+def finish_plain(batch: Batch, packed: PackedDocuments, plain: np.ndarray) -> None:
+    """Make of documents (bool [n]) that were laid out as a single clean slot what `baselines.corrupt_ar` makes of them.
+
+    The prompt's last token predicts the response's first, whether or not targets cross slots. The documents leave the
+    counts that normalise masked targets, which they cannot have: see docs/objective.md.
+    """
+    responses = np.where(plain, packed.lengths - packed.prompts, 0)
+    row = packed.starts // max(1, packed.tokens.shape[1])
+    for column, values in ((RESPONSE_TOKENS, responses), (DOCUMENTS, responses > 0)):
+        batch.counts[:, column] -= np.bincount(row, weights=values, minlength=len(batch.counts))
+    behind = (responses > 0) & (packed.prompts > 0)
+    last = (packed.starts + packed.prompts - 1)[behind]
+    kind = batch.target_kind.reshape(-1)
+    new = np.bincount(row[behind], weights=kind[last] == NONE, minlength=len(batch.counts))
+    batch.counts[:, CLEAN_TARGETS] += new
+    kind[last], batch.loss_weight.reshape(-1)[last] = CLEAN, 1
+    batch.labels.reshape(-1)[last] = packed.tokens.reshape(-1)[last + 1]
 
 
 def masked_weights(p: np.ndarray, responses: np.ndarray, normalization: str) -> np.ndarray:

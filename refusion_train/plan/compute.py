@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from refusion_train.config import Config, ObjectiveConfig
 from refusion_train.errors import ConfigError
+from refusion_train.schedules import LAST, value_at
 
 
 @dataclass(frozen=True)
@@ -103,21 +104,25 @@ def supervised_fraction(objective: ObjectiveConfig, length: float, prompt: float
 
     ar: the response's tokens. mdm: those that are masked, E[p] = (1 + eps) / 2. slots: the masked ones and, of the
     clean ones, all but the document's last (cross_slot_targets), and what the prompt's last token predicts; otherwise
-    all but the last of each slot, of expected share E[1 / slot size].
+    all but the last of each slot, of expected share E[1 / slot size]. Of `ar_probability` of the documents as in ar.
+    Where slot weights change with the step, those that they end at count.
     """
     response = max(0.0, length - prompt)
     if not response:
         return 0.0
     masked = (1 + objective.eps) / 2
+    plain = (response if prompt else response - 1) / length
     if objective.name == "ar":
-        return (response if prompt else response - 1) / length
+        return plain
     if objective.name == "mdm":
         return masked * response / length
     if objective.cross_slot_targets:
-        return (response - (1 - masked) + min(1.0, prompt)) / length
-    weights = objective.slot_weights or [1.0] * len(objective.slot_sizes)
-    ends = sum(w / size for w, size in zip(weights, objective.slot_sizes, strict=True)) / sum(weights)
-    return response * (masked + (1 - masked) * (1 - ends)) / length
+        slots = (response - (1 - masked) + min(1.0, prompt)) / length
+    else:
+        weights = value_at(objective.slot_weights, LAST) or [1.0] * len(objective.slot_sizes)
+        ends = sum(w / size for w, size in zip(weights, objective.slot_sizes, strict=True)) / sum(weights)
+        slots = response * (masked + (1 - masked) * (1 - ends)) / length
+    return (1 - objective.ar_probability) * slots + objective.ar_probability * plain
 
 
 def attended_length(length: float, row: int) -> float:

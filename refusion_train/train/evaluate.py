@@ -36,6 +36,7 @@ from refusion_train.objective import Objective, make_objective
 from refusion_train.objective.batch import RESPONSE_TOKENS
 from refusion_train.parallel.engine import Engine
 from refusion_train.parallel.groups import Groups, destroy, init_groups
+from refusion_train.schedules import LAST, objective_at
 from refusion_train.train.damage import warn_of_damage
 from refusion_train.train.optim import param_groups
 from refusion_train.train.state import adopt_model
@@ -77,10 +78,11 @@ def evaluate(
 
 
 def _plain_objective(config: Config, name: str, dataset: ShardSet) -> Objective:
-    """As the model is used, not as it is trained: no targets across slots, no partly masked slots; weights 1 / p."""
+    """As the model is used, not as it is trained: every document masked, no targets across slots, no partly masked
+    slots; weights 1 / p. Slot sizes are those that a schedule ends at, so that all steps are measured alike."""
     plain = dataclasses.replace(
-        config.objective, name=name, cross_slot_targets=False, partial_slot_probability=0.0, normalization="token",
-        rng="counter",
+        objective_at(config.objective, LAST), name=name, cross_slot_targets=False, partial_slot_probability=0.0,
+        ar_probability=0.0, normalization="token", rng="counter",
     )  # fmt: skip
     special = dataset.index.special_ids
     return make_objective(plain, special["mask"], special["pad"])

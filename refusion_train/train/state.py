@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from refusion_train.config import Config, DataConfig, ModelConfig, all_keys
+from refusion_train.config import Config, DataConfig, ModelConfig, ObjectiveConfig, all_keys
 from refusion_train.data.mixture import Source
 from refusion_train.data.streams import Cursor, Damage
 from refusion_train.errors import CheckpointError, ConfigError
@@ -199,7 +199,7 @@ def adopt_model(saved: dict[str, Any], config: Config, tokenizer: dict[str, str]
 
 def _whole(saved: dict[str, Any]) -> dict[str, Any]:
     """A saved configuration with the defaults of keys that its version did not have yet."""
-    sections = {"model": ModelConfig(), "data": DataConfig()}
+    sections = {"model": ModelConfig(), "objective": ObjectiveConfig(), "data": DataConfig()}
     return {**saved, **{name: {**dataclasses.asdict(new), **saved.get(name, {})} for name, new in sections.items()}}
 
 

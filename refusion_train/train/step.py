@@ -22,6 +22,7 @@ from refusion_train.errors import DataError, RefusionError
 from refusion_train.model.batch import DeviceBatch, to_device
 from refusion_train.model.loss import BUCKETS, STAT_NAMES
 from refusion_train.objective.batch import CLEAN, CLEAN_TARGETS, DOCUMENTS, MASKED, RESPONSE_TOKENS
+from refusion_train.schedules import objective_at
 from refusion_train.telemetry import peak_memory_mb
 from refusion_train.train.optim import learning_rate
 
@@ -119,7 +120,8 @@ def train_step(run: Run, batch: StepBatch, counts: Counts, began: float) -> dict
     Returns the step's row of metrics.jsonl. Raises TrainingError after too many steps in a row that were not finite.
     """
     config, state, prepared = run.config, run.state, time.perf_counter()
-    micro_batches = weigh(batch, config.objective, counts.targets, run.groups.dp_size, run.groups.device)
+    objective = objective_at(config.objective, batch.step)
+    micro_batches = weigh(batch, objective, counts.targets, run.groups.dp_size, run.groups.device)
     run.rank_times.add(time.perf_counter() - prepared)
     statistics = run.engine.forward_backward(micro_batches)
     rate = learning_rate(config.train, state.step)
@@ -132,7 +134,7 @@ def train_step(run: Run, batch: StepBatch, counts: Counts, began: float) -> dict
     seconds = time.perf_counter() - began
     row = {
         "step": state.step, "tokens": state.tokens, "supervised_tokens": state.supervised_tokens,
-        **losses(totals, config.objective), "grad_norm": result.grad_norm, "lr": rate,
+        **losses(totals, objective), "grad_norm": result.grad_norm, "lr": rate,
         "tokens_per_s": counts.tokens / seconds, "step_s": seconds, "memory_mb": counts.memory_mb,
         "epoch": batch.epoch, "skipped": state.skipped, "mdm_buckets": bucket_losses(totals),
         **run.utilisation(counts.tokens / seconds), **_what_was_read(run),
@@ -164,7 +166,7 @@ def _what_was_read(run: Run) -> dict[str, Any]:
 def weigh(
     batch: StepBatch, objective: ObjectiveConfig, counts: np.ndarray, dp_size: int, device: torch.device
 ) -> list[DeviceBatch]:
-    """The micro-batches with final weights. counts: float64 [3], of the global batch.
+    """The micro-batches with final weights. objective: at this step; counts: float64 [3], of the global batch.
 
     With `normalization: micro_batch` (the paper's code) each micro-batch has means of its own, which are averaged.
     """
@@ -182,7 +184,7 @@ def weigh(
 def kind_scales(objective: ObjectiveConfig, counts: np.ndarray) -> np.ndarray:
     """Factor from weight before normalisation to final weight, float32 [3], by kind of target.
 
-    counts: float64 [3] clean targets, response tokens, documents with a response. A part without any is 0.
+    objective: at a step. counts: float64 [3], as `Batch.counts`. A part without any is 0.
     """
     by_token = objective.normalization == "token"
     clean, masked = counts[CLEAN_TARGETS], counts[RESPONSE_TOKENS if by_token else DOCUMENTS]

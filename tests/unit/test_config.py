@@ -25,7 +25,7 @@ def test_layers_override_in_order(tmp_path: Path) -> None:
 
 
 def test_resolved_configuration_reads_back_equal(tmp_path: Path) -> None:
-    config = load("demo", ["data.train=shards", "objective.slot_weights=[1,2,3]"])
+    config = load("demo", ["data.train=shards", "objective.slot_weights=[1,2]"])
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(config))
     assert load(file) == config
@@ -84,12 +84,14 @@ def test_bad_files_name_the_file(tmp_path: Path, text: str, part: str) -> None:
         ("data.train=[{weight: 1}]", "data.train[0].path is not set"),
         ("data.train=[{path: a, wieght: 1}]", "unknown key 'data.train[0].wieght'"),
         ("data.train=[{path: a},{path: b, weight: -1}]", "data.train[1].weight=-1"),
-        ("data.train=[{path: a, weight: 0}]", "data.train[0].weight=0"),
+        ("data.train=[{path: a, weight: 0}]", "data.train[0].weight=0 is never greater"),
         ("data.train=[{path: a, weight: .nan}]", "data.train[0].weight=nan"),
         ("data.train=[{path: a, weight: true}]", "data.train[0].weight=True"),
         ("data.train=[{path: a, weight: [[0, 1], [0, 2]]}]", "grow from point to point"),
         ("data.train=[{path: a, weight: [[0, -1], [5, 2]]}]", "must not be negative"),
-        ("data.train=[{path: a, weight: [0, 1]}]", "is not a schedule"),
+        ("data.train=[{path: a, weight: [0, 1]}]", "a schedule, such as [[0, 0.7]"),
+        ("data.train=[{path: a, weight: [[0, 1], 5]}]", "is not a schedule"),
+        ("data.train=[{path: a, weight: [[0, 0], [9, 0]]}]", "is never greater than 0"),
         ("data.train=[{path: a, weight: [[0, 1], [9, 0]]}]", "no source has any weight at step 9"),
         ("data.train=[{path: a},{path: ./a/}]", "is the dataset of data.train[0]"),
         ("data.train=[{path: a, epochs: 0}]", "data.train[0].epochs=0"),
@@ -135,6 +137,67 @@ def test_short_names() -> None:
     assert short_names(["shards/train"]) == ["train"]
     assert short_names(["a", "a/b"]) == ["a", "a/b"]
     assert short_names(["s3://x/web", "/data/code"]) == ["s3:/x/web", "data/code"]
+
+
+SLOT_SCHEDULE = "objective.slot_weights=[[0,[1,0,0,0]],[100,[0,0,0,1]]]"
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["objective.slot_weights=[1]"], "objective.slot_weights=[1] must be a list of 4 numbers"),
+        (["objective.slot_weights=3"], "objective.slot_weights=3 must be a list of 4 numbers"),
+        (["objective.slot_weights=[0,0,0,0]"], "not all 0"),
+        (["objective.slot_weights=[1,1,1,-1]"], "not negative"),
+        (["objective.slot_weights=[1,1,1,a]"], "must be a list of 4 numbers"),
+        (["objective.slot_weights=[[0,[1,0,0,0]],[9,[1]]]"], "[1] at step 9 must be a list of 4 numbers"),
+        (["objective.slot_weights=[[0,[1,0,0,0]],[9,[0,0,0,0]]]"], "at step 9 must be a list of 4 numbers"),
+        (["objective.slot_weights=[[0,[1,0,0,0]],[9,2]]"], "2 at step 9 must be a list of 4 numbers"),
+        (["objective.slot_weights=[[5,[1,0,0,0]],[5,[0,0,0,1]]]"], "grow from point to point"),
+        (["objective.slot_weights=[[5,[1,0,0,0]],[3,[0,0,0,1]]]"], "grow from point to point"),
+        (["objective.slot_weights=[[1,2,3,4],[5,6,7,8]]"], "is not a schedule; write [[step, value], ...]"),
+        (["objective.slot_weights=[[0,[1,0,0,0]],7]"], "is not a schedule"),
+        ([SLOT_SCHEDULE, "objective.slot_sizes=[2,64]"], "[1, 0, 0, 0] at step 0 must be a list of 2 numbers"),
+        (["objective.ar_weight=-1"], "objective.ar_weight=-1 must be a number and must not be negative"),
+        (["objective.ar_weight=fast"], "objective.ar_weight=fast must be a number"),
+        (["objective.ar_weight=null"], "objective.ar_weight=None must be a number"),
+        (["objective.ar_weight=.inf"], "objective.ar_weight=inf must be a number"),
+        (["objective.mdm_weight=[0,1]"], "a schedule, such as [[0, 0.7], [1000, 0.2]]"),
+        (["objective.mdm_weight=[[0,1],[9,-1]]"], "objective.mdm_weight=[[0, 1], [9, -1]]: -1 at step 9 must"),
+        (["objective.mdm_weight=[[0.5,1],[9,2]]"], "whole numbers from 0 on"),
+        (["objective.mdm_weight=[[-1,1],[9,2]]"], "whole numbers from 0 on"),
+        (["objective.ar_weight=0", "objective.mdm_weight=0"], "nothing is trained at step 0"),
+        (["objective.ar_weight=0", "objective.mdm_weight=[[0,1],[8,0]]"], "nothing is trained at step 8: objective.ar"),
+        (["objective.name=ar", "objective.ar_weight=0"], "objective.ar_weight must be greater than 0"),
+        (["objective.ar_probability=1.5"], "objective.ar_probability=1.5 must lie between 0 and 1"),
+        (["objective.ar_probability=0.1", "objective.name=ar"], "needs objective.name=slots, not ar"),
+        (["objective.ar_probability=0.1", "objective.name=mdm"], "needs objective.name=slots, not mdm"),
+        (["objective.ar_probability=0.1", "objective.rng=reference"], "needs objective.rng=counter, not reference"),
+    ],
+)
+def test_wrong_mixtures_and_schedules_name_the_key(words: list[str], part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(load(None, words))
+    assert part in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_schedules_from_file_and_command_line_read_back_equal(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "objective:\n  slot_sizes: [2, 64]\n  slot_weights: [[0, [1, 0]], [50, [0, 1]]]\n"
+        "  ar_weight: [[0, 1], [50, 1e-1]]\n  ar_probability: 0.1\n"
+    )
+    config = load(file, ["objective.mdm_weight=[[10,0],[20,1.5]]"])
+    validate(config)
+    assert config.objective.slot_weights == [[0, [1.0, 0.0]], [50, [0.0, 1.0]]]
+    assert config.objective.ar_weight == [[0, 1.0], [50, 0.1]]
+    assert config.objective.mdm_weight == [[10, 0.0], [20, 1.5]]
+    again = tmp_path / "again.yaml"
+    again.write_text(to_yaml(config))
+    assert load(again) == config
+    back = load(file, ["objective.slot_weights=null", "objective.ar_weight=1", "objective.ar_probability=0"])
+    validate(back)
+    assert (back.objective.slot_weights, back.objective.ar_weight) == (None, 1.0)
 
 
 def test_missing_file_names_the_shipped_ones() -> None:

@@ -20,6 +20,7 @@ LAYERS = {
     "refusion_train.config": 1,
     "refusion_train.layouts": 1,
     "refusion_train.sources": 1,
+    "refusion_train.schedules": 1,
     "refusion_train.objective": 2,
     "refusion_train.plan": 2,
     "refusion_train.data": 3,

@@ -98,6 +98,37 @@ def test_fifty_batches_are_byte_identical(data, reference, dp_size, workers) -> 
     assert cursor.to_dict() == reference[1].to_dict()
 
 
+CURRICULUM = {
+    "objective__slot_weights": [[3, [1.0, 0.0]], [20, [0.0, 1.0]]], "objective__ar_probability": 0.2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def curriculum(data):
+    return run(data, settings(**CURRICULUM), 1, 24)[0]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_a_curriculum_is_one_of_steps_whatever_the_ranks(data, curriculum, dp_size, workers) -> None:
+    """Also after a stop in its middle, which changes the ranks."""
+    config = settings(data__workers=workers, data__prefetch=5, **CURRICULUM)
+    first, cursor = run(data, config, dp_size, 11)
+    assert first + run(data, config, 8 // dp_size // 2, 13, cursor)[0] == curriculum
+
+
+def test_a_curriculum_follows_the_step(data, curriculum, reference) -> None:
+    """As long as it is constant, and with no plain documents, the batches are those of plain numbers."""
+    config = settings(**{**CURRICULUM, "objective__ar_probability": 0.0})
+    moving = run(data, config, 2, 24)[0]
+    ends = [run(data, settings(objective__slot_weights=weights), 1, 24)[0] for weights in ([1.0, 0.0], [0.0, 1.0])]
+    same = [[step for step in range(24) if moving[step] == end[step]] for end in ends]
+    assert same == [[0, 1, 2, 3], [20, 21, 22, 23]]
+    even = settings(objective__slot_weights=[[4, [1.0, 1.0]], [9, [1.0, 1.0]]])
+    assert run(data, even, 2, 24)[0] == reference[0][:24]
+    assert not set(curriculum) & set(moving)
+
+
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2), (2, 1)])
 def test_a_stop_that_changes_the_ranks_leaves_no_trace(data, reference, before, after) -> None:
     config = settings(data__workers=2)
@@ -229,7 +260,7 @@ def test_errors_of_threads_reach_the_caller(workers, error) -> None:
 
 def test_errors_of_corruption_reach_the_caller(data) -> None:
     class Broken:
-        def corrupt(self, packed):
+        def corrupt(self, packed, step):
             raise ZeroDivisionError("no")
 
     with (
@@ -274,9 +305,9 @@ def test_prefetch_is_bounded(data) -> None:
     class Counting:
         made = 0
 
-        def corrupt(self, packed):
+        def corrupt(self, packed, step):
             self.made += 1
-            return inner.corrupt(packed)
+            return inner.corrupt(packed, step=step)
 
     config = settings(data__workers=1, data__prefetch=3)
     inner, counting = objective_of(config), Counting()

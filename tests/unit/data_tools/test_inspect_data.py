@@ -215,10 +215,15 @@ def config_for(name: str, **objective: object) -> Config:
     return config
 
 
-@pytest.mark.parametrize("name", ["slots", "ar", "mdm"])
-def test_rows_show_every_token_of_every_document_once(built: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("slots", {}), ("slots", {"ar_probability": 0.5}), ("ar", {}), ("mdm", {})],
+    ids=["slots", "mixture", "ar", "mdm"],
+)
+def test_rows_show_every_token_of_every_document_once(built: Path, name: str, changes: dict[str, Any]) -> None:
     """Tokens shown, put in the order of their positions, are the documents; masked ones by their targets."""
-    text = shown(built, config_for(name, partial_slot_probability=0.3), 6, full=True)
+    text = shown(built, config_for(name, partial_slot_probability=0.3, **changes), 6, full=True)
+    assert ("left to right" in text) == ("ar_probability" in changes)
     tokenizer = Tokenizer.load(built / "train" / "tokenizer")
     documents = ["".join(map(tokenizer.piece, [2, *tokenizer.encode(text), 3])) for text in TEXTS]
     rows = text.split("row ")[1:]
@@ -246,11 +251,12 @@ def test_slots_shown_are_the_slots_of_the_objective(built: Path) -> None:
     for row in range(8):
         stream.fill(packer, row)
     packed, _ = packer.finish(config.seed, order.dataset_hash)
-    batch = make_objective(config.objective, 4, 0).corrupt(packed)
-    sizes = slot_sizes(packed, config)
-    assert sizes is not None and set(sizes.tolist()) == {4, 7}
+    objective = make_objective(config.objective, 4, 0)
+    batch, sizes = objective.corrupt(packed), slot_sizes(objective, packed, 0)
+    assert set(sizes) == {4, 7}
     checked = 0
     for start, length, prompt, size in zip(packed.starts, packed.lengths, packed.prompts, sizes, strict=True):
+        assert size is not None
         part = slice(int(start), int(start + length))
         kinds, positions = batch.target_kind.reshape(-1)[part], batch.position_ids.reshape(-1)[part]
         for line in lines_of(positions, kinds, int(prompt), int(size))[1:]:
@@ -281,6 +287,21 @@ def test_rows_are_in_colour_and_shortened(built: Path) -> None:
     text = shown(built, config, 2, colour=True)
     for code in ("\x1b[36m", "\x1b[32m", "\x1b[1;35m", "\x1b[33m"):  # cyan, green, bold magenta, yellow
         assert code in text
+
+
+def test_slot_sizes_of_a_schedule_are_those_of_the_step(built: Path) -> None:
+    """A row belongs to the step that it is trained in; `step` shows the same rows as in another one."""
+    config = config_for("slots", slot_weights=[[0, [1.0, 0.0]], [2, [0.0, 1.0]]])
+    config.train.global_batch_size = 2
+    sizes = [
+        {part.split("slot size ")[1].split()[0] for part in shown(built, config, 6, **step).split("row ")[1:]}
+        for step in ({}, {"step": 0}, {"step": 2})
+    ]
+    assert sizes == [{"4", "7"}, {"4"}, {"7"}]
+    last_rows = shown(built, config, 6).split("row 4 ")[1]
+    assert "slot size 4" not in last_rows and "slot size 7" in last_rows
+    with pytest.raises(AssertionError, match="of which step"):
+        make_objective(config.objective, 4, 0).slot_sizes(RowPacker(1, 4, 0).finish(0, 0)[0])
 
 
 def test_the_reference_generator_is_shown_too(built: Path) -> None:

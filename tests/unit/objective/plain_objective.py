@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 MASK64 = (1 << 64) - 1
-SIZE, TIME, MASK, ORDER, PARTIAL, PREFIX, TOKEN = range(7)
+SIZE, TIME, MASK, ORDER, PARTIAL, PREFIX, TOKEN, PLAIN = range(8)
 
 
 def mix(key: int, what: int, index: int = 0) -> int:
@@ -23,16 +23,25 @@ def uniform(value: int) -> float:
     return (value >> 11) / 2**53
 
 
+def slot_weights(config, step):
+    """The weights at a step: interpolated by numpy, one slot size at a time."""
+    given = config.slot_weights or [1.0] * len(config.slot_sizes)
+    if not isinstance(given[0], list):
+        return given
+    return [float(np.interp(step, [s for s, _ in given], [w[i] for _, w in given])) for i in range(len(given[0][1]))]
+
+
 class Document:
     """One document after corruption: lists in physical order."""
 
-    def __init__(self, tokens, prompt, key, config, mask_id, t):
+    def __init__(self, tokens, prompt, key, config, mask_id, t, step):
         self.ids, self.positions, self.labels, self.kinds, self.weights, self.buckets = [], [], [], [], [], []
         self.tokens, self.prompt, self.key, self.config, self.mask_id = tokens, prompt, key, config, mask_id
-        self.response = len(tokens) - prompt
+        self.response, self.step = len(tokens) - prompt, step
+        self.plain = uniform(mix(key, PLAIN)) < config.ar_probability
         drawn = uniform(mix(key, TIME)) if t is None else t
         self.p = (1 - config.eps) * drawn + config.eps
-        getattr(self, config.name)()
+        getattr(self, "ar" if self.plain else config.name)()
 
     def put(self, position, target=None, masked=False):
         """Append the token of a position; target: the position of the token that it predicts."""
@@ -56,7 +65,7 @@ class Document:
 
     def slots(self):
         config, end = self.config, len(self.tokens)
-        weights = config.slot_weights or [1.0] * len(config.slot_sizes)
+        weights = slot_weights(config, self.step)
         u, size, total = uniform(mix(self.key, SIZE)), None, 0.0
         for candidate, weight in zip(config.slot_sizes, weights, strict=True):
             total += weight
@@ -84,7 +93,7 @@ class Document:
                 self.put(i, i, masked=True)
 
 
-def corrupt(packed, config, mask_id, t=None):
+def corrupt(packed, config, mask_id, t=None, step=0):
     """All fields of a Batch, by name, as arrays."""
     rows, width = packed.tokens.shape
     flat = packed.tokens.reshape(-1).tolist()
@@ -98,7 +107,7 @@ def corrupt(packed, config, mask_id, t=None):
         if not length:
             continue
         document = Document(
-            flat[start : start + length], prompt, key, config, mask_id, None if t is None else float(t[i])
+            flat[start : start + length], prompt, key, config, mask_id, None if t is None else float(t[i]), step
         )
         row = start // width
         here = slice(start, start + length)
@@ -106,7 +115,8 @@ def corrupt(packed, config, mask_id, t=None):
         kinds[here], weights[here], buckets[here] = document.kinds, document.weights, document.buckets
         documents[here] = [numbers[row]] * length
         numbers[row] += 1
-        counts[row] += [document.kinds.count(1), document.response, document.response > 0]
+        masked = 0 if document.plain else document.response
+        counts[row] += [document.kinds.count(1), masked, masked > 0]
     shape = (rows, width)
     return {
         "input_ids": np.array(ids, np.int64).reshape(shape),

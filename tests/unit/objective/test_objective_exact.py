@@ -18,11 +18,11 @@ MASK, PAD = 4, 0
 BACKENDS = ("numba", "numpy")
 
 
-def check(packed: PackedDocuments, config: ObjectiveConfig, t: np.ndarray | None = None) -> Batch:
+def check(packed: PackedDocuments, config: ObjectiveConfig, t: np.ndarray | None = None, step: int = 0) -> Batch:
     """Both backends against the plain objective; returns the batch."""
-    wanted = plain_objective.corrupt(packed, config, MASK, t)
+    wanted = plain_objective.corrupt(packed, config, MASK, t, step)
     for backend in BACKENDS:
-        batch = make_objective(config, MASK, PAD, backend).corrupt(packed, t)
+        batch = make_objective(config, MASK, PAD, backend).corrupt(packed, t, step)
         for name, array in wanted.items():
             got = getattr(batch, name)
             assert got.dtype == array.dtype, f"{backend} {name}"
@@ -62,6 +62,59 @@ CONFIGS = st.builds(
 @given(packed=packings(), config=CONFIGS, t=st.sampled_from([None, None, 0.0, 0.5, 1.0]))
 def test_any_packing(packed: PackedDocuments, config: ObjectiveConfig, t: float | None) -> None:
     check(packed, config, None if t is None else np.full(len(packed.starts), t))
+
+
+MIXTURES = st.builds(
+    ObjectiveConfig,
+    slot_sizes=st.sampled_from([[2, 5, 1000], [1, 3, 4]]),
+    slot_weights=st.sampled_from([None, [1, 0, 2], [[3, [1, 0, 0]], [7, [0, 1, 3]], [9, [0, 0, 1]]]]),
+    ar_probability=st.sampled_from([0.0, 0.3, 1.0]),
+    cross_slot_targets=st.booleans(),
+    partial_slot_probability=st.sampled_from([0.0, 0.4]),
+    normalization=st.sampled_from(["token", "document", "micro_batch"]),
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(packed=packings(), config=MIXTURES, t=st.sampled_from([None, 0.0, 1.0]), step=st.integers(0, 12))
+def test_any_mixture_at_any_step(packed: PackedDocuments, config: ObjectiveConfig, t: float | None, step: int) -> None:
+    check(packed, config, None if t is None else np.full(len(packed.starts), t), step)
+
+
+@pytest.mark.parametrize("cross", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_plain_document_is_that_of_ar_and_leaves_the_others_alone(backend: str, cross: bool) -> None:
+    """Each document alone in its row, with and without prompt: as `name=ar` or as `ar_probability=0` has it."""
+    documents = [(row, 0, row % 13 + 1, min(row % 4, row % 13 + 1), row) for row in range(400)]
+    packed = plain_objective.pack(documents, 400, 13, seed=8)
+    base = ObjectiveConfig(slot_sizes=[2, 3], cross_slot_targets=cross)
+    mixed, slots, ar = (
+        make_objective(config, MASK, PAD, backend)
+        for config in (dataclasses.replace(base, ar_probability=0.4), base, ObjectiveConfig(name="ar"))
+    )
+    plain = mixed.plain(packed)
+    assert plain is not None and 120 < plain.sum() < 200 and slots.plain(packed) is None
+    got, wanted, other = mixed.corrupt(packed), ar.corrupt(packed), slots.corrupt(packed)
+    assert (wanted.counts[plain, 1] > 0).any()
+    wanted.counts[:, 1:] = 0  # these normalise masked targets
+    for row in range(400):
+        source = wanted if plain[row] else other
+        assert got.rows(row, row + 1).equals(source.rows(row, row + 1)), documents[row]
+
+
+def test_a_constant_schedule_is_a_plain_list() -> None:
+    packed = plain_objective.pack([(i, 0, 30, 1, i) for i in range(64)], 64, 30)
+    weights = [0.7, 0.1, 0.3]
+    for schedule in ([[5, weights]], [[0, weights], [10, weights]]):
+        for rng in ("counter", "reference"):
+            one, other = (
+                make_objective(ObjectiveConfig(slot_sizes=[2, 5, 9], slot_weights=value, rng=rng), MASK, PAD)
+                for value in (weights, schedule)
+            )
+            for step in (0, 3, 7, 10, 99):
+                assert one.corrupt(packed).equals(other.corrupt(packed, step=step))
+    with pytest.raises(AssertionError, match="say of which step"):
+        other.corrupt(packed)
 
 
 @pytest.mark.parametrize("partial", [0.0, 0.5])

@@ -111,6 +111,51 @@ def test_slot_sizes_follow_their_weights() -> None:
     assert _chi_square(counts, expected) < 3 + 5 * np.sqrt(6)
 
 
+def test_plain_documents_have_the_asked_share_whatever_else_is_drawn() -> None:
+    """Also with the same t, slot size or neighbours; and what is drawn for the others stays as it is."""
+    keys = document_key(4, 0, np.arange(40_000), 0)
+    packed = plain_objective.pack([(i, 0, 6, 0, i) for i in range(40_000)], 40_000, 6, seed=4)
+    objective = make_objective(ObjectiveConfig(slot_sizes=[2, 3], ar_probability=0.1), MASK, PAD)
+    plain = objective.plain(packed)
+    assert plain is not None and (packed.keys == keys).all()
+    groups = {
+        "all": np.ones(40_000, bool), "small slots": objective.slot_sizes(packed) == 2,
+        "high t": noise.uniform(noise.mix(keys, noise.TIME)) > 0.5, "after a plain one": np.roll(plain, 1),
+        "first slot masked": noise.uniform(noise.mix(keys, noise.MASK)) < 0.3,
+    }  # fmt: skip
+    for name, group in groups.items():
+        assert abs(plain[group].mean() - 0.1) < 4.5 * np.sqrt(0.1 * 0.9 / group.sum()), name
+    masked = objective.corrupt(packed).counts[:, 2] > 0
+    assert (masked == ~plain).all()
+
+
+def test_plain_documents_keep_the_masked_part_what_it_is() -> None:
+    """E[sum of weights of masked targets] / (response tokens counted) is 1 with any share of plain documents."""
+    for share in (0.0, 0.5):
+        batch, _ = _many(32, 20_000, slot_sizes=[4], eps=0.05, ar_probability=share)
+        weight = (batch.loss_weight * (batch.target_kind == 2)).sum(1, dtype=np.float64)
+        counted = batch.counts[:, 1].sum()
+        assert abs(counted / (32 * 20_000) - (1 - share)) < 0.02
+        assert abs(weight.sum() / counted - 1) < 4.5 * weight.std() * np.sqrt(20_000) / counted
+
+
+@pytest.mark.parametrize(
+    ("step", "shares"),
+    [(0, [1, 0, 0]), (10, [1, 0, 0]), (15, [0.5, 0.125, 0.375]), (20, [0, 0.25, 0.75]),
+     (24, [0.4 / 1.4, 0.25 / 1.4, 0.75 / 1.4]), (30, [0.5, 0.125, 0.375]), (31, [0.5, 0.125, 0.375])],
+)  # fmt: skip
+def test_slot_sizes_follow_their_schedule(step: int, shares: list[float]) -> None:
+    """Linear between the points, as they are given (not as shares), constant outside."""
+    schedule = [[10, [1.0, 0.0, 0.0]], [20, [0.0, 0.25, 0.75]], [30, [1.0, 0.25, 0.75]]]
+    packed = plain_objective.pack([(i, 0, 4, 0, i) for i in range(12_000)], 12_000, 4, seed=3)
+    objective = make_objective(ObjectiveConfig(slot_sizes=[2, 3, 4], slot_weights=schedule), MASK, PAD)
+    sizes = objective.slot_sizes(packed, step)
+    counts, expected = np.bincount(sizes, minlength=5)[2:], 12_000 * np.array(shares)
+    assert not counts[expected == 0].any()
+    some = expected > 0
+    assert _chi_square(counts[some], expected[some]) < 2 + 5 * np.sqrt(4)
+
+
 @pytest.mark.parametrize("backend", ["numba", "numpy"])
 def test_clean_slots_are_shuffled_uniformly_the_short_one_too(backend: str) -> None:
     packed = plain_objective.pack([(i, 0, 14, 0, i) for i in range(12_000)], 12_000, 14, seed=5)

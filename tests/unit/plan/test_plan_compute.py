@@ -72,7 +72,9 @@ def test_attended_length_is_that_of_packed_documents(length: int, row: int = 64)
     [
         ({}, 1), ({}, 0), ({}, 30), ({"cross_slot_targets": False}, 1),
         ({"cross_slot_targets": False, "slot_sizes": [2, 8], "slot_weights": [3, 1]}, 1),
-        ({"partial_slot_probability": 0.5}, 1), ({"name": "mdm"}, 1), ({"name": "ar"}, 1), ({"name": "ar"}, 0),
+        ({"partial_slot_probability": 0.5}, 1), ({"ar_probability": 0.3}, 1), ({"ar_probability": 0.3}, 0),
+        ({"cross_slot_targets": False, "slot_sizes": [2], "ar_probability": 0.6}, 1),
+        ({"name": "mdm"}, 1), ({"name": "ar"}, 1), ({"name": "ar"}, 0),
     ],
 )  # fmt: skip
 def test_supervised_fraction_is_that_of_the_objective(objective: dict[str, Any], prompt: int, length: int = 32) -> None:

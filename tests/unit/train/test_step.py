@@ -12,6 +12,7 @@ import torch
 from refusion_train.config import ObjectiveConfig
 from refusion_train.model.loss import STAT_NAMES
 from refusion_train.objective.batch import CLEAN, MASKED, NONE, Batch
+from refusion_train.schedules import LAST, objective_at
 from refusion_train.train.step import bucket_losses, kind_scales, losses, weigh
 
 CPU = torch.device("cpu")
@@ -83,6 +84,22 @@ def test_parts_are_reported_without_their_weights() -> None:
     assert losses(totals, ObjectiveConfig(ar_weight=0.0, mdm_weight=0.0)) == {
         "loss": 7.0, "loss_ar": 0.0, "loss_mdm": 0.0
     }  # fmt: skip
+
+
+def test_weights_of_a_step_are_those_of_the_schedule() -> None:
+    """An independent interpolation gives the factors at every step; constant ones give the bits of a number."""
+    ar, mdm = [[0, 0.0], [4, 0.3], [10, 1.0]], [[6, 2.0], [8, 0.5]]
+    objective, counts = ObjectiveConfig(ar_weight=ar, mdm_weight=mdm), np.array([8.0, 20.0, 4.0])
+    for step in range(13):
+        wanted = [np.interp(step, [at for at, _ in points], [value for _, value in points]) for points in (ar, mdm)]
+        got = kind_scales(objective_at(objective, step), counts)
+        assert got.tolist() == pytest.approx([0.0, wanted[0] / 8, wanted[1] / 20], rel=1e-6)
+    assert objective_at(objective, LAST) == ObjectiveConfig(ar_weight=1.0, mdm_weight=0.5)
+    for given in ([[3, 0.7]], [[0, 0.7], [5, 0.7]]):
+        now = objective_at(ObjectiveConfig(ar_weight=given, slot_weights=[[0, [1, 2, 3, 4.1]], [9, [1, 2, 3, 4.1]]]), 4)
+        assert now == ObjectiveConfig(ar_weight=0.7, slot_weights=[1, 2, 3, 4.1])
+    plain = ObjectiveConfig(slot_weights=[1, 2, 3, 4])
+    assert objective_at(plain, 3) is plain
 
 
 def test_buckets_are_means_and_empty_ones_are_none() -> None:
