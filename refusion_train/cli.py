@@ -235,6 +235,8 @@ def generate(
     token_threshold: Annotated[Optional[float], typer.Option(help="Probability to accept a token.")] = None,  # noqa: UP045
     correction: Annotated[Optional[str], typer.Option(help="ar or redraft.")] = None,  # noqa: UP045
     decoding: Annotated[Optional[str], typer.Option(help="plan_and_infill, left_to_right or mdm.")] = None,  # noqa: UP045
+    steps: Annotated[Optional[int], typer.Option(min=1, help="mdm: forwards; default: one for each token.")] = None,  # noqa: UP045
+    confidence_threshold: Annotated[Optional[float], typer.Option(help="mdm: decide all tokens surer than it.")] = None,  # noqa: UP045
     temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of sampling.", min=0, max=2**63 - 1)] = 0,
@@ -253,6 +255,7 @@ def generate(
     options = {
         "slot_size": slot_size, "num_blocks": num_blocks, "slot_threshold": slot_threshold,
         "token_threshold": token_threshold, "correction": correction, "decoding": decoding,
+        "steps": steps, "confidence_threshold": confidence_threshold,
     }  # fmt: skip
     generate_text(
         str(folder), text, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed,

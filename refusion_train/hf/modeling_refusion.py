@@ -262,6 +262,9 @@ def _resolve(
             f"decoding={settings.decoding} does not suit a model trained with objective.name={trained['objective']}; "
             f"use {' or '.join(DECODINGS_OF[trained['objective']])}"
         )
+    for name in ("steps", "confidence_threshold"):
+        if given.get(name) is not None and settings.decoding != "mdm":
+            raise ValueError(f"decoding={settings.decoding} has no use of {name}={given[name]}, which is of mdm only")
     if settings.decoding != "left_to_right" and settings.mask_id < 0:
         raise ValueError(
             f"decoding={settings.decoding} needs a mask token: config.refusion['mask_token_id'] is missing"

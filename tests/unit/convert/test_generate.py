@@ -11,6 +11,8 @@ import pytest
 from made_up import make_checkpoint, model_shape
 from rich.console import Console
 
+from refusion_train import cli
+from refusion_train.config import ObjectiveConfig
 from refusion_train.convert.export import export_checkpoint
 from refusion_train.convert.generate import generate_text, render
 from refusion_train.data.tokenizer import Tokenizer
@@ -88,12 +90,42 @@ def test_gaps_are_shown_where_they_are() -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"slot_size": 3, "num_blocks": 7}, "num_blocks=7"), ({"decoding": "mdm"}, "decoding=mdm")],
+    [
+        ({"slot_size": 3, "num_blocks": 7}, "num_blocks=7"),
+        ({"decoding": "mdm"}, "decoding=mdm"),
+        ({"steps": 4}, "decoding=plan_and_infill has no use of steps=4"),
+        (
+            {"confidence_threshold": 0.5, "decoding": "left_to_right"},
+            "left_to_right has no use of confidence_threshold",
+        ),
+    ],
 )
 def test_options_that_do_not_suit(folder: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as error:
         generate_text(folder, "a", 8, console=_console(), **options)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_masked_diffusion_takes_its_options_from_the_command_line(
+    tiny_dataset: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """How many forwards a response costs is what both of them say; together, or out of range, they are refused."""
+    make_checkpoint(tmp_path, tiny_dataset.train, model_shape(), ObjectiveConfig(name="mdm"))
+    folder = str(export_checkpoint(str(tmp_path), str(tmp_path / "hf"), dtype="float32"))
+
+    def generate(*words: str) -> tuple[int, str]:
+        code = cli.run(["generate", folder, "--prompt", "the cat", "--max-new-tokens", "12", *words])
+        return code, capsys.readouterr().err
+
+    for words, forwards in (((), 12), (("--steps", "3"), 3), (("--confidence-threshold", "0"), 1)):
+        code, told = generate(*words)
+        assert code == 0 and f" in {forwards} forwards" in told, told
+    for words, part in (
+        (("--steps", "3", "--confidence-threshold", "0.5"), "confidence_threshold=0.5"),
+        (("--steps", "13"), "steps=13"), (("--confidence-threshold", "2"), "confidence_threshold=2"),
+    ):  # fmt: skip
+        code, told = generate(*words)
+        assert code == 2 and part in told and told.count("\n") == 1, told
 
 
 def test_folders_that_cannot_be_used(folder: str, tmp_path: Path) -> None:
