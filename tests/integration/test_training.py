@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import fcntl
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from groups import (
     checkpoints,
@@ -89,6 +92,31 @@ def test_going_on_with_another_data_parallel_size(undisturbed: Config, again: Co
     assert training_rows(again)[-1]["supervised_tokens"] == training_rows(undisturbed)[-1]["supervised_tokens"]
     state = [store.read_state(store.resolve(config.run_dir)) for config in (again, undisturbed)]
     assert state[0]["cursor"] == state[1]["cursor"]
+
+
+def test_a_curriculum_goes_on_where_it_stopped(undisturbed: Config, again: Config, tmp_path: Path) -> None:
+    """Stopped in the middle of all its schedules: every number is the same to the bit; validation is no part of it."""
+    schedules = {"ar_weight": [[0, 1.0], [6, 0.25]], "mdm_weight": [[2, 0.0], [5, 2.0]]}
+    again.objective = dataclasses.replace(
+        again.objective, slot_weights=[[1, [1, 0, 0]], [8, [1, 1, 1]]], ar_probability=0.3, **schedules
+    )
+    again.train.steps, again.checkpoint.interval = 6, 3
+    train_group(again, 2)
+    found = training_rows(again)
+    for step, row in enumerate(found):
+        ar, mdm = (np.interp(step, *np.array(points).T) for points in schedules.values())
+        assert row["loss"] == pytest.approx(ar * row["loss_ar"] + mdm * row["loss_mdm"]), f"step {step}"
+        assert (row["loss_mdm"] > 0) == (mdm > 0)
+    other = copy.deepcopy(again)
+    other.run_dir = str(tmp_path / "other" / "run")
+    continue_from(again, other, 3)
+    assert "changes" not in train_group(other, 2)
+    timings = ("tokens_per_s", "step_s", "memory_mb")
+    assert [{**row, **dict.fromkeys(timings)} for row in training_rows(other)] == [
+        {**row, **dict.fromkeys(timings)} for row in found
+    ]
+    # Validation masks every document, with the slot sizes that the schedule ends at: those of the other run.
+    assert validation_rows(again)[0] == pytest.approx(validation_rows(undisturbed)[0], abs=1e-6)
 
 
 def test_a_finished_run_says_so(undisturbed: Config, again: Config) -> None:
