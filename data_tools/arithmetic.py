@@ -6,6 +6,12 @@ and then adds the results up one by one, where every step needs the one before:
     prompt      12+7 40-3 5*6 =
     response    12+7=19 40-3=37 5*6=30 | 19 56 86
 
+The level `aligned` is for models so small that counting places is what they fail at: one digit everywhere (results and
+totals modulo 10), and every step as long as every other, so that what belongs together is always equally far apart:
+
+    prompt      9+8=? 3+4=? 5+6=? =
+    response    9+8=7 3+4=7 5+6=1 | t+7=7 t+7=4 t+1=5
+
 Every document is a function of (seed, its number). A prompt is of the test set if its hash says so, so that no prompt
 of the one set is in the other, whatever their sizes and seeds.
 """
@@ -13,6 +19,7 @@ of the one set is in the other, whatever their sizes and seeds.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -36,9 +43,11 @@ class Level:
     most: int
     largest: int
     operators: str
+    aligned: bool = False
 
 
 LEVELS = {
+    "aligned": Level(10, 10, 9, "+", aligned=True),
     "easy": Level(3, 4, 9, "+"),
     "medium": Level(5, 7, 30, "+-"),
     "hard": Level(8, 12, 99, "+-*"),
@@ -63,9 +72,14 @@ def make(level: Level, random_: random.Random) -> Problem:
             a, b = max(a, b), min(a, b)
         tasks.append(f"{a}{operator}{b}")
         results.append({"+": a + b, "-": a - b, "*": a * b}[operator])
-    sums = [sum(results[: count + 1]) for count in range(len(results))]
+    if level.aligned:
+        results = [result % 10 for result in results]
     answers = " ".join(f"{task}={result}" for task, result in zip(tasks, results, strict=True))
-    return Problem(f"{' '.join(tasks)} =", f" {answers} | {' '.join(map(str, sums))}")
+    totals = list(itertools.accumulate(results))
+    if level.aligned:
+        steps = (f"t+{result}={total % 10}" for result, total in zip(results, totals, strict=True))
+        return Problem(f"{'=? '.join(tasks)}=? =", f" {answers} | {' '.join(steps)}")
+    return Problem(f"{' '.join(tasks)} =", f" {answers} | {' '.join(map(str, totals))}")
 
 
 def problems(level: str, count: int, seed: int, test: bool) -> Iterator[Problem]:

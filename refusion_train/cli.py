@@ -15,8 +15,7 @@ from typing import Annotated, Any, Literal, Optional
 
 import typer
 
-from refusion_train import __version__, cli_slurm
-from refusion_train.cli_bench import bench_app
+from refusion_train import __version__, cli_bench, cli_slurm
 from refusion_train.cli_data import data_app
 from refusion_train.errors import ConfigError, RefusionError
 
@@ -29,7 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(data_app, name="data")
-app.add_typer(bench_app, name="bench")
+app.add_typer(cli_bench.bench_app, name="bench")
+app.command()(cli_bench.compare)
 app.command()(cli_slurm.submit)
 app.command()(cli_slurm.status)
 

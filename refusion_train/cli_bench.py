@@ -1,4 +1,4 @@
-"""The `refusion bench` commands: parsing and printing only, as in `cli`."""
+"""The `refusion bench` commands and `refusion compare`: parsing and printing only, as in `cli`."""
 
 from __future__ import annotations
 
@@ -43,3 +43,35 @@ def bench_decode(
         bench.write_json(found, str(out))
     if plot is not None:
         bench.plot(found, str(plot))
+
+
+def compare(
+    comparison: Annotated[
+        str, typer.Argument(help="A YAML file, or the name of a shipped one (cpu).", show_default=False)
+    ],
+    overrides: Annotated[
+        Optional[list[str]],  # noqa: UP045 - typer reads the annotation at run time
+        typer.Argument(
+            help="key=value ... of the comparison, or of the training of all arms.",
+            metavar="[KEY=VALUE]...",
+            show_default=False,
+        ),
+    ] = None,
+    folder: Annotated[Path, typer.Option("--dir", help="Where everything is made.")] = Path("compare"),
+    arm: Annotated[Optional[list[str]], typer.Option(help="Only this one; may be given several times.")] = None,  # noqa: UP045
+    jobs: Annotated[int, typer.Option(help="Trainings side by side.", min=1)] = 1,
+    nproc: Annotated[int, typer.Option(help="Processes of each training.", min=1)] = 1,
+) -> None:
+    """Train the same model with several objectives on the same tokens, decode with all, and write a report.
+
+    Examples: refusion compare cpu --dir compare --jobs 2
+              refusion compare cpu train.steps=300 seeds=[0] prompts=20
+              refusion compare mine.yaml shards=shards test=test.jsonl --nproc 8
+
+    The same command again goes on after an interruption. The report is DIR/report.md.
+    """
+    from data_tools.output import new_figure
+    from launchers.compare import run_compare
+
+    new_figure(1, 1)  # says now, not after the work, if pictures cannot be drawn
+    raise typer.Exit(run_compare(comparison, folder, overrides or [], arm or [], jobs, nproc))

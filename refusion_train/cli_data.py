@@ -97,7 +97,9 @@ def data_shards(
 @data_app.command("arithmetic")
 def data_arithmetic(
     out: Annotated[Path, typer.Option(help="Folder to write train.jsonl and test.jsonl to.")],
-    level: Annotated[Literal["easy", "medium", "hard"], typer.Option(help="Number and size of the problems.")] = "easy",
+    level: Annotated[
+        Literal["aligned", "easy", "medium", "hard"], typer.Option(help="Number and size of the problems.")
+    ] = "easy",
     train: Annotated[int, typer.Option(help="Documents to train on.", min=0)] = 20000,
     test: Annotated[int, typer.Option(help="Documents to test with; none has a prompt of the others.", min=0)] = 200,
     seed: Annotated[int, typer.Option(help="Another seed, other documents.")] = 0,

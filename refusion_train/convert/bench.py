@@ -26,6 +26,7 @@ class Method:
     """A decoder with its options, on one model; what it did so far."""
 
     folder: str
+    objective: str  # that the model was trained with
     name: str
     options: dict[str, Any]
     prompts: int = 0
@@ -133,7 +134,7 @@ def _methods(folder: str, model: Any, new: int, slot_sizes: Sequence[int]) -> li
         found["left to right"] = {"decoding": "left_to_right"}
     else:
         found = {"left to right": {"decoding": "left_to_right"}}
-    return [Method(folder, name, {**base, **options}) for name, options in found.items()]
+    return [Method(folder, objective, name, {**base, **options}) for name, options in found.items()]
 
 
 def _one(subject: Subject, method: Method, prompt: str, answer: str, count: bool = True) -> None:
