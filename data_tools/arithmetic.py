@@ -6,11 +6,12 @@ and then adds the results up one by one, where every step needs the one before:
     prompt      12+7 40-3 5*6 =
     response    12+7=19 40-3=37 5*6=30 | 19 56 86
 
-The level `aligned` is for models so small that counting places is what they fail at: one digit everywhere (results and
-totals modulo 10), and every step as long as every other, so that what belongs together is always equally far apart:
+The level `aligned` is for models so small that counting places is what they fail at: every problem and every step is of
+one digit plus one digit and as long as every other, so that what belongs together is always equally far apart. In the
+serial part t is the last digit of the step before, and what is added the last digit of a result:
 
-    prompt      9+8=? 3+4=? 5+6=? =
-    response    9+8=7 3+4=7 5+6=1 | t+7=7 t+7=4 t+1=5
+    prompt      9+8=?? 3+4=?? 5+6=?? =
+    response    9+8=17 3+4=07 5+6=11 | t+7=07 t+7=14 t+1=05
 
 Every document is a function of (seed, its number). A prompt is of the test set if its hash says so, so that no prompt
 of the one set is in the other, whatever their sizes and seeds.
@@ -47,7 +48,7 @@ class Level:
 
 
 LEVELS = {
-    "aligned": Level(10, 10, 9, "+", aligned=True),
+    "aligned": Level(8, 8, 9, "+", aligned=True),
     "easy": Level(3, 4, 9, "+"),
     "medium": Level(5, 7, 30, "+-"),
     "hard": Level(8, 12, 99, "+-*"),
@@ -73,13 +74,19 @@ def make(level: Level, random_: random.Random) -> Problem:
         tasks.append(f"{a}{operator}{b}")
         results.append({"+": a + b, "-": a - b, "*": a * b}[operator])
     if level.aligned:
-        results = [result % 10 for result in results]
+        return _aligned(tasks, results)
     answers = " ".join(f"{task}={result}" for task, result in zip(tasks, results, strict=True))
-    totals = list(itertools.accumulate(results))
-    if level.aligned:
-        steps = (f"t+{result}={total % 10}" for result, total in zip(results, totals, strict=True))
-        return Problem(f"{'=? '.join(tasks)}=? =", f" {answers} | {' '.join(steps)}")
+    totals = itertools.accumulate(results)
     return Problem(f"{' '.join(tasks)} =", f" {answers} | {' '.join(map(str, totals))}")
+
+
+def _aligned(tasks: list[str], results: list[int]) -> Problem:
+    answers = " ".join(f"{task}={result:02}" for task, result in zip(tasks, results, strict=True))
+    last, steps = 0, []
+    for result in results:
+        last = last % 10 + result % 10
+        steps.append(f"t+{result % 10}={last:02}")
+    return Problem(f"{'=?? '.join(tasks)}=?? =", f" {answers} | {' '.join(steps)}")
 
 
 def problems(level: str, count: int, seed: int, test: bool) -> Iterator[Problem]:

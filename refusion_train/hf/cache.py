@@ -79,7 +79,7 @@ class KeyValueCache:
         self.flat = self.storage.view(shape[0], 2, rows * capacity, heads, first.head_dim)
         self.groups = first.q_proj.out_features // first.k_proj.out_features  # heads that share keys
         self.capacity = capacity
-        self.rows = [CacheRow(index, capacity) for index in range(rows)]
+        self.rows = [CacheRow(index, self.storage) for index in range(rows)]
 
     @property
     def length(self) -> int:
@@ -105,10 +105,16 @@ class KeyValueCache:
 class CacheRow:
     """One sequence's share of a cache: what a decoder is given."""
 
-    def __init__(self, index: int, capacity: int) -> None:
+    def __init__(self, index: int, storage: Tensor) -> None:
         self.index = index
-        self.capacity = capacity
+        self.storage = storage  # of all rows; see KeyValueCache
+        self.capacity = storage.shape[3]
         self.length = 0
+
+    def move(self, start: int, to: int, count: int) -> None:
+        """Put the keys at the scratch places `start` ... at the places `to` ..."""
+        places = self.storage[:, :, self.index, self.length :]
+        places[:, :, to : to + count] = places[:, :, start : start + count].clone()  # they may overlap
 
     def commit(self, count: int) -> None:
         """Keep the first `count` scratch places for good."""

@@ -22,6 +22,8 @@ DECODINGS = ("plan_and_infill", "left_to_right", "mdm")
 CORRECTIONS = ("ar", "redraft")
 # Confidences that differ by less are equal.
 EQUAL = 1e-6
+# Tokens that a round of corrections must bring to be worth more than planning anew, which costs two forwards.
+_WORTH = 3
 _WHOLE = {"max_new_tokens": 1, "slot_size": 1, "num_blocks": 1, "seed": 0, "steps": 1}  # least value of each
 _SHARES = ("slot_threshold", "token_threshold", "confidence_threshold", "top_p")
 
@@ -47,6 +49,9 @@ class Settings:
     exact_kv: bool = False
     # A slot whose predecessor is committed may take its first token from the left-to-right prediction there.
     first_from_ar: bool = True
+    # Neighbouring chosen slots are verified and corrected as one run, the first tokens of all but one of them too
+    # (where first_from_ar has a meaning, and with correction ar).
+    join_slots: bool = True
     # 0: argmax. Probabilities compared with thresholds are always those at temperature 1.
     temperature: float = 0.0
     top_p: float = 1.0
@@ -55,6 +60,11 @@ class Settings:
     steps: int | None = None
     # mdm: instead of a number of forwards, every forward decides all tokens that are surer than this (or the surest).
     confidence_threshold: float | None = None
+
+    @property
+    def joined(self) -> bool:
+        """Whether neighbouring slots are one run."""
+        return self.join_slots and self.first_from_ar and self.correction == "ar"
 
     @property
     def unit(self) -> int:
@@ -148,6 +158,8 @@ class Cache(Protocol):
 
     def commit(self, count: int) -> None: ...
 
+    def move(self, start: int, to: int, count: int) -> None: ...
+
 
 class Decoder(Protocol):
     """A sequence being decoded: `tokens` of the response region hold the mask id where nothing is decided."""
@@ -160,20 +172,20 @@ class Decoder(Protocol):
 
 @dataclass
 class _Draft:
-    """The current tokens of one chosen slot; the first `accepted` of them are final."""
+    """The tokens of a run of neighbouring chosen slots (of one slot, unless joined); the first `accepted` are final."""
 
-    slot: int
+    slot: int  # the first
     tokens: list[int]
     accepted: int = 1
+    # How many tokens the last verifying forward has accepted.
+    gained: int = 0
     # Infill: scratch place of its first token, and how many leading tokens have their right keys there already.
     place: int = 0
     kept: int = 0
-    # What the last verifying forward predicts after each token from `kept` on.
-    predicted: list[int] = field(default_factory=list)
-    # Infill: a forward of this slot's own run has seen the final tokens, so that its keys are right.
+    # The prediction (token, probability) after each token, of the last forward that it took part in.
+    after: list[tuple[int, float]] = field(default_factory=list)
+    # Infill: a forward of this run alone has seen the final tokens, so that its keys are right.
     seen: bool = False
-    # The prediction after the last token, of the forward whose keys are kept.
-    following: tuple[int, float] | None = None
 
     @property
     def whole(self) -> bool:
@@ -210,7 +222,7 @@ class SlotDecoder:
                 if not run:
                     run = yield from self._infill(drafts)
                 self._commit(run)
-                done = {draft.slot for draft in run}
+                done = {slot for draft in run for slot in self._slots(draft)}
                 pool = self._before_end(slot for slot in pool if slot not in done)
 
     # ------------------------------------------------------------------------------------------------------- phases
@@ -245,8 +257,7 @@ class SlotDecoder:
             _Draft(pool[row], [best[row][0], *drafted[number * (size - 1) : (number + 1) * (size - 1)]])
             for number, row in enumerate(chosen)
         ]
-        for number, draft in enumerate(drafts):
-            draft.place = number * size
+        for draft in drafts:
             self._accept(draft, 1)
         if self.notes is not None:
             waiting = [row for row in range(len(pool)) if row not in chosen]
@@ -255,7 +266,17 @@ class SlotDecoder:
                 Note("planned", draft.slot, draft.tokens, draft.accepted, [best[row][1]])
                 for draft, row in zip(drafts, chosen, strict=True)
             ]
-        return drafts
+        return self._join(drafts) if self.settings.joined else drafts
+
+    def _join(self, drafts: list[_Draft]) -> list[_Draft]:
+        """Drafts of neighbouring slots as one; of these only the very first token is accepted without judgement."""
+        runs = drafts[:1]
+        for draft in drafts[1:]:
+            if draft.slot * self.settings.slot_size == runs[-1].slot * self.settings.slot_size + len(runs[-1].tokens):
+                runs[-1].tokens = runs[-1].tokens + draft.tokens
+            else:
+                runs.append(draft)
+        return runs
 
     def _choose(self, sure: list[float]) -> list[int]:
         """Numbers of the slots with these confidences that are to be drafted."""
@@ -278,18 +299,22 @@ class SlotDecoder:
     def _infill(self, drafts: list[_Draft]) -> Generator[Query | Rows, Prediction, list[_Draft]]:
         """Complete all drafts side by side, each behind the committed cache only; returns those up to the end token.
 
-        A slot is done when a forward has seen its final tokens. Every slot keeps its own scratch places in every
-        round, so that afterwards the keys of all slots stand in position order without being moved, and the keys of
-        an accepted prefix are not computed again.
+        A slot is done when a forward has seen its final tokens. Every draft keeps its own scratch places in every
+        round, so that the keys of an accepted prefix are not computed again.
         """
         # The first draft has seen itself only in the verifying pass, as it will here.
         drafts[0].kept = drafts[0].accepted
+        if self.settings.joined:
+            for draft in drafts[1:]:  # what was accepted behind drafts that may be wrong is judged again
+                draft.accepted = 1
         while True:
+            if self.settings.joined:
+                drafts = self._hold_back(drafts)
             drafts = self._until_end(drafts)
-            rejected = [draft for draft in drafts if not draft.whole]
+            rejected = [draft for draft in drafts if not draft.whole and (draft.kept or not self.settings.joined)]
             if self.settings.correction == "ar":
                 for draft in rejected:
-                    self._replace(draft, draft.predicted[draft.accepted - len(draft.tokens) - 1 : -1])
+                    self._replace(draft, [token for token, _ in draft.after[draft.accepted - 1 : -1]])
             elif rejected:
                 yield from self._redraft(rejected)
             drafts = self._until_end(drafts)
@@ -299,11 +324,30 @@ class SlotDecoder:
             self._judge(unseen, (yield self._apart(unseen)))
             for draft in unseen:
                 draft.seen, draft.kept = draft.whole, draft.accepted
-        if self.settings.exact_kv and len(drafts) > 1:
+        if self.settings.exact_kv and len(drafts) > 1:  # a single one has seen what it would see again
             for draft in drafts:
                 draft.kept = 0
             self._judge(drafts, (yield self._together(drafts)))
         return drafts
+
+    def _hold_back(self, drafts: list[_Draft]) -> list[_Draft]:
+        """Cut runs to their whole slots where going on does not pay; what is cut off waits for another plan.
+
+        The first run stops when a round brought little. The others see nothing but themselves and what is committed:
+        they stop where the left-to-right prediction is unsure, as what decides there may stand in another run.
+        """
+        size, left = self.settings.slot_size, []
+        for draft in drafts:
+            if draft.kept and not draft.whole:
+                whole = draft.accepted // size * size
+                little = whole > 0 and draft.gained + 1 < _WORTH
+                unsure = draft.after[draft.accepted - 1][1] <= self.settings.token_threshold
+                if little if draft is drafts[0] else unsure:
+                    draft.tokens, draft.after, draft.accepted = draft.tokens[:whole], draft.after[:whole], whole
+                    draft.seen = True  # as far as it was kept, and so are all whole slots
+            if draft.tokens:
+                left.append(draft)
+        return left
 
     def _redraft(self, drafts: list[_Draft]) -> Steps:
         """Predict the rest of each slot from masks behind its accepted prefix; the first of these is accepted."""
@@ -323,15 +367,22 @@ class SlotDecoder:
 
     # ------------------------------------------------------------------------------------------------------- queries
 
-    def _positions(self, slot: int) -> range:
-        """Positions in the document of the tokens of a slot."""
+    def _slots(self, draft: _Draft) -> range:
+        """The slots of a draft."""
+        return range(draft.slot, draft.slot + -(-len(draft.tokens) // self.settings.slot_size))
+
+    def _positions(self, slot: int, count: int | None = None) -> range:
+        """Positions in the document of the first `count` tokens from a slot on (default: those of the slot)."""
         first = len(self.prompt) + slot * self.settings.slot_size
-        return range(first, first + self.settings.slot_size)
+        return range(first, first + (self.settings.slot_size if count is None else count))
 
     def _together(self, drafts: list[_Draft]) -> Query:
         """A verifying forward in which every draft sees those before it; a token's target is the next of its slot."""
+        place = 0
+        for draft in drafts:
+            draft.place, place = place, place + len(draft.tokens)
         tokens = [token for draft in drafts for token in draft.tokens]
-        positions = [p for d in drafts for p in self._positions(d.slot)[: len(d.tokens)]]
+        positions = [p for d in drafts for p in self._positions(d.slot, len(d.tokens))]
         return Query(tokens, positions, targets=self._targets(drafts))
 
     def _apart(self, drafts: list[_Draft]) -> Query:
@@ -348,7 +399,7 @@ class SlotDecoder:
         positions = [
             position
             for draft, row in zip(drafts, rows, strict=True)
-            for position in self._positions(draft.slot)[draft.kept : draft.kept + len(row)]
+            for position in self._positions(draft.slot, draft.kept + len(row))[draft.kept :]
         ]
         starts, origins = [draft.place + draft.kept for draft in drafts], [draft.place for draft in drafts]
         return Query([token for row in rows for token in row], positions, [len(row) for row in rows], starts, origins)
@@ -361,31 +412,29 @@ class SlotDecoder:
         for draft in drafts:
             count = len(draft.tokens)
             before = row - draft.kept  # row of a token is this and its place in the slot
-            draft.predicted = seen.tokens[row : before + count]
+            part = slice(row, before + count)
+            draft.after[draft.kept :] = zip(seen.tokens[part], seen.probabilities[part], strict=True)
             accepted = draft.accepted
             while accepted < count and seen.targets[before + accepted - 1] > self.settings.token_threshold:
                 accepted += 1
+            draft.gained = accepted - draft.accepted
             self._accept(draft, accepted)
-            last = before + len(draft.tokens) - 1
-            draft.following = (seen.tokens[last], seen.probabilities[last])
             if self.notes is not None:
                 sure = [0.0] * (draft.kept + 1) + seen.targets[row : before + count - 1]
-                self.notes.append(Note("judged", draft.slot, draft.tokens, draft.accepted, sure[:count]))
+                self._note("judged", draft, sure[:count])
             row = before + count
 
     def _replace(self, draft: _Draft, tokens: list[int]) -> None:
         """Put `tokens` behind the accepted prefix; the first of them is thereby accepted."""
         draft.tokens = draft.tokens[: draft.accepted] + tokens
         self._accept(draft, draft.accepted + 1)
-        if self.notes is not None:
-            what = "corrected" if self.settings.correction == "ar" else "redrawn"
-            self.notes.append(Note(what, draft.slot, draft.tokens, draft.accepted))
+        self._note("corrected" if self.settings.correction == "ar" else "redrawn", draft)
 
     def _accept(self, draft: _Draft, count: int) -> None:
         """Accept the first `count` tokens; an end token among them ends the slot there."""
         for index in range(count):
             if draft.tokens[index] in self.settings.end_ids:
-                draft.tokens = draft.tokens[: index + 1]
+                draft.tokens, draft.after = draft.tokens[: index + 1], draft.after[: index + 1]
                 count = index + 1
                 break
         draft.accepted = count
@@ -401,9 +450,11 @@ class SlotDecoder:
         return drafts[: len(kept)]
 
     def _show(self, draft: _Draft) -> None:
-        """Write the accepted tokens into the response."""
-        first = draft.slot * self.settings.slot_size
-        self.tokens[first : first + draft.accepted] = draft.tokens[: draft.accepted]
+        """Write the accepted tokens into the response, as far as they cannot be held back."""
+        size = self.settings.slot_size
+        first = draft.slot * size
+        count = draft.accepted // size * size if self.settings.joined and not draft.whole else draft.accepted
+        self.tokens[first : first + count] = draft.tokens[:count]
         if self._ended(draft):
             end = first + draft.accepted - 1
             self.end = end if self.end is None else min(self.end, end)
@@ -413,15 +464,29 @@ class SlotDecoder:
         return [slot for slot in slots if self.end is None or slot * self.settings.slot_size <= self.end]
 
     def _commit(self, run: list[_Draft]) -> None:
-        """Keep these slots: their keys are the first scratch places, in this order."""
-        self.cache.commit(sum(len(draft.tokens) for draft in run))
+        """Keep these runs: their keys come to stand behind the committed ones, in this order."""
+        place = 0
         for draft in run:
-            assert draft.whole and draft.following is not None, "only whole, seen slots can be committed"
+            assert draft.whole and draft.after, "only whole, seen slots can be committed"
+            if draft.place != place:  # something before it was held back
+                self.cache.move(draft.place, place, len(draft.tokens))
+            place += len(draft.tokens)
             self._show(draft)
-            if self.notes is not None:
-                self.notes.append(Note("committed", draft.slot, draft.tokens, draft.accepted))
+            self._note("committed", draft)
             if self.settings.first_from_ar:
-                self._ahead[draft.slot + 1] = draft.following
+                self._ahead[self._slots(draft).stop] = draft.after[-1]
+        self.cache.commit(place)
+
+    def _note(self, what: str, draft: _Draft, sure: list[float] | None = None) -> None:
+        """Tell those who watch of each slot of a draft."""
+        if self.notes is None:
+            return
+        size = self.settings.slot_size
+        for first in range(0, len(draft.tokens), size):
+            tokens = draft.tokens[first : first + size]
+            accepted = min(max(draft.accepted - first, 0), len(tokens))
+            slot = draft.slot + first // size
+            self.notes.append(Note(what, slot, tokens, accepted, (sure or [])[first : first + size]))
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -43,6 +43,7 @@ def _generate(model: Any, prompts: list[list[int]], **options: Any) -> tuple[lis
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], dtype=torch.long).reshape(len(prompts), -1)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts]).reshape(len(prompts), -1)
+    options.setdefault("join_slots", False)
     out = model.generate(ids, attention_mask=mask, return_dict_in_generate=True, **options)
     counts = out.new_tokens.tolist()
     rows = [row[longest : longest + count].tolist() for row, count in zip(out.sequences, counts, strict=True)]
@@ -150,6 +151,29 @@ def test_where_masks_know_nothing_slots_are_left_to_right(seed: int, monkeypatch
     monkeypatch.setattr(runner, "Row", Unsure)
     got = model.generate(prompt, max_new_tokens=12, slot_size=4, token_threshold=1.0, eos_token_id=9)
     assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_one_run_of_all_slots_is_left_to_right(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All slots chosen, first tokens from the left: what is accepted above one half is the likeliest token."""
+    from refusion_train.hf import runner
+
+    class Unsure(runner.Row):
+        def answer(self, seen: runner.Prediction) -> None:
+            if isinstance(self.asked, runner.Query):
+                rows = self.asked.wanted or range(len(self.asked.tokens))
+                at = [self.asked.tokens[row] for row in rows]
+                seen.probabilities = [1e-9 if t == MASK else p for t, p in zip(at, seen.probabilities, strict=True)]
+            super().answer(seen)
+
+    model = tiny_model(seed, sharpness=1.5)
+    prompt, options = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 24, "return_dict_in_generate": True}
+    expected = model.generate(prompt, decoding="left_to_right", eos_token_id=9, **options)
+    monkeypatch.setattr(runner, "Row", Unsure)
+    got = model.generate(
+        prompt, slot_size=4, slot_threshold=0.0, token_threshold=0.5, join_slots=True, eos_token_id=9, **options
+    )
+    assert got.sequences.tolist() == expected.sequences.tolist()
 
 
 @pytest.mark.parametrize("seed", range(8))

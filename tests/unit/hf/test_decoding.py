@@ -19,13 +19,20 @@ MASK, END, PROMPT = 99, 80, [50, 51, 52]
 
 
 class FakeCache:
-    """Counts what is committed."""
+    """Counts what is committed, and notes what is moved."""
 
     length = 0
+
+    def __init__(self) -> None:
+        self.moves: list[tuple[int, int, int]] = []
 
     def commit(self, count: int) -> None:
         assert count >= 0, "a commit of less than nothing"
         self.length += count
+
+    def move(self, start: int, to: int, count: int) -> None:
+        assert start > to >= 0 < count, "keys move forward, over what was held back"
+        self.moves.append((start, to, count))
 
 
 def _drive(decoder, answer: Callable[[Query], Prediction]) -> list[Query]:
@@ -65,6 +72,7 @@ def _answer(
 def _decode(
     new: int, draft, verify, after=lambda position: 60, **options
 ) -> tuple[SlotDecoder, list[Query], FakeCache]:
+    options.setdefault("join_slots", False)
     cache = FakeCache()
     values = Settings(mask_id=MASK, end_ids=(END,), max_new_tokens=new, slot_size=4, **options)
     values.validate()
@@ -99,6 +107,46 @@ def test_correction_ar_takes_the_prediction_that_rejected() -> None:
     assert decoder.tokens == [3, 4, 70, 71]
     assert [q.tokens for q in queries[1:]] == [[3, 4, 5, 6], [70, 71]]
     assert (queries[2].starts, queries[2].origins, queries[2].positions) == ([2], [0], [5, 6])
+
+
+def test_neighbouring_slots_are_one_run_in_which_first_tokens_are_judged_too() -> None:
+    # The first token of the second slot (position 7) is refused and replaced; all else stands.
+    decoder, queries, cache = _decode(
+        12, lambda p: (p, 0.95), lambda p, t: 0.1 if (p, t) == (6, 7) else 0.9,
+        after=lambda p: p + (91 if p == 6 else 1), join_slots=True,
+    )  # fmt: skip
+    assert decoder.tokens == [3, 4, 5, 6, 97, *range(8, 15)]
+    assert [len(q.tokens) for q in queries] == [15, 12, 8], "a plan, a pass, and what stands behind the correction"
+    assert (queries[2].starts, queries[2].origins, cache.length, cache.moves) == ([4], [0], 15, [])
+
+
+def test_a_run_that_gains_little_is_planned_again_behind_its_whole_slots() -> None:
+    # From position 8 on every token is refused: each round brings one.
+    _, queries, _ = _decode(
+        12, lambda p: (p, 0.95), lambda p, t: 0.9 if t < 8 else 0.1, after=lambda p: p + 1, join_slots=True
+    )
+    assert queries[2].positions == list(range(8, 15)), "a round, which brings a single token"
+    assert queries[3].positions == list(range(7, 15)) and set(queries[3].tokens) == {MASK}
+    rounds = queries[5:8]  # no whole slot is there to stop at: this one is completed
+    assert [q.positions[0] for q in rounds] == [8, 9, 10]
+    assert queries[8].positions == list(range(11, 15)) and set(queries[8].tokens) == {MASK}
+
+
+def test_what_an_unsure_correction_depends_on_is_waited_for() -> None:
+    # Slots 0, 2, 3 and 5 are chosen. 0 needs a round; 2 is right, but in 3 (from position 15 on) something is refused
+    # and what would replace it is unsure: it waits, and the keys of 5 move to the place behind those of 2.
+    def draft(position: int) -> tuple[int, float]:
+        return position, 0.95 if (position - 3) // 4 in (0, 2, 3, 5) else 0.1
+
+    def verify(position: int, token: int) -> float:
+        return 0.1 if token in (5, 17) else 0.9
+
+    decoder, queries, cache = _decode(24, draft, verify, after=lambda p: 70 if p == 4 else p + 1, join_slots=True)
+    infill = queries[2]
+    assert (infill.runs, infill.starts) == ([2, 8, 4], [2, 4, 12])
+    assert cache.moves[0] == (12, 8, 4)
+    assert queries[3].positions == [*range(7, 11), *range(15, 19), *range(19, 23)], "1, 3 and 4 are planned next"
+    assert decoder.tokens[:3] == [3, 4, 70] and cache.length == 27
 
 
 def test_redraft_keeps_the_accepted_prefix_and_masks_the_rest() -> None:
@@ -209,7 +257,7 @@ def _options(draw) -> Settings:
         max_new_tokens=region - shorter, slot_size=size, num_blocks=blocks,
         slot_threshold=draw(st.floats(0, 1)), token_threshold=draw(st.floats(0, 1)),
         correction=draw(st.sampled_from(["ar", "redraft"])), exact_kv=draw(st.booleans()),
-        first_from_ar=draw(st.booleans()),
+        first_from_ar=draw(st.booleans()), join_slots=draw(st.booleans()),
         **draw(st.sampled_from([{}, {"steps": blocks}, {"confidence_threshold": 0.5}])),
     )  # fmt: skip
 

@@ -60,7 +60,7 @@ def _options(rng: random.Random) -> dict[str, Any]:
         "max_new_tokens": size * blocks * rng.choice([1, 2, 3]), "slot_size": size, "num_blocks": blocks,
         "slot_threshold": rng.choice([0.2, 0.3, 0.5, 0.9]), "token_threshold": rng.choice([0.01, 0.1, 0.3, 0.6]),
         "correction": rng.choice(["ar", "redraft"]), "first_from_ar": rng.random() < 0.6,
-        "eos_token_id": rng.sample(TOKENS, rng.choice([0, 1, 2])),
+        "eos_token_id": rng.sample(TOKENS, rng.choice([0, 1, 2])), "join_slots": rng.random() < 0.6,
     }  # fmt: skip
 
 
@@ -75,6 +75,16 @@ def test_every_cached_forward_is_the_whole_one(monkeypatch: pytest.MonkeyPatch) 
         model.generate(torch.tensor([prompt], dtype=torch.long), exact_kv=True, **_options(rng))
         seed += 1
     assert recorder.worst < 1e-4, f"{recorder.states} forwards, the worst is off by {recorder.worst}"
+
+
+def test_moved_keys_are_those_of_the_row_behind_what_is_committed() -> None:
+    cache = caching.KeyValueCache(tiny_model(0, sharpness=0.8), 12, rows=2)
+    cache.storage.copy_(torch.arange(cache.storage.numel()).reshape(cache.storage.shape))
+    before, row = cache.storage.clone(), cache.rows[1]
+    row.commit(2)
+    row.move(4, 1, 5)  # places 6 to 10 to 3 to 7: they overlap
+    assert cache.storage[:, :, 1, 3:8].equal(before[:, :, 1, 6:11])
+    assert cache.storage[:, :, 1, :3].equal(before[:, :, 1, :3]) and cache.storage[:, :, 0].equal(before[:, :, 0])
 
 
 @pytest.mark.parametrize("decoding", ["plan_and_infill", "left_to_right", "mdm"])
@@ -108,8 +118,9 @@ _CHOICES: dict[str, Any] = {
     "decoding": st.sampled_from(["plan_and_infill", "left_to_right", "mdm"]), "max_new_tokens": st.integers(1, 24),
     "slot_size": st.integers(1, 9), "num_blocks": st.integers(1, 4), "slot_threshold": st.floats(0, 1),
     "token_threshold": st.floats(0, 1), "correction": st.sampled_from(["ar", "redraft"]), "exact_kv": st.booleans(),
-    "first_from_ar": st.booleans(), "temperature": st.sampled_from([0, 1e-46, 0.7, 1, 50.0]),
-    "top_p": st.sampled_from([1e-9, 0.5, 1]), "seed": st.integers(0, 2**63 - 1),
+    "first_from_ar": st.booleans(), "join_slots": st.booleans(),
+    "temperature": st.sampled_from([0, 1e-46, 0.7, 1, 50.0]), "top_p": st.sampled_from([1e-9, 0.5, 1]),
+    "seed": st.integers(0, 2**63 - 1),
     "do_sample": st.booleans(), "eos_token_id": st.integers(0, VOCAB - 1),
 }  # fmt: skip
 
@@ -120,7 +131,7 @@ _CHOICES: dict[str, Any] = {
     st.none() | st.tuples(st.sampled_from([*sorted(_CHOICES), "steps", "confidence_threshold"]), _ODD),
 )  # fmt: skip
 def test_options_work_or_are_refused_in_one_line(options: dict[str, Any], prompt: list[int], odd: Any) -> None:
-    if odd is not None and odd[0] not in ("exact_kv", "first_from_ar", "do_sample", "eos_token_id"):
+    if odd is not None and odd[0] not in ("exact_kv", "first_from_ar", "join_slots", "do_sample", "eos_token_id"):
         options[odd[0]] = odd[1]
     options.setdefault("max_new_tokens", 8)
     ids = torch.tensor([prompt, prompt], dtype=torch.long)
