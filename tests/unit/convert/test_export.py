@@ -203,6 +203,16 @@ def test_it_stops_at_words(exported: Path) -> None:
         model.generate(prompt, stop_strings=word)
 
 
+def test_slot_sizes_are_those_that_a_schedule_ends_at(tiny_dataset: Any, tmp_path: Path) -> None:
+    """`likelihood` of the folder draws as the run's validation does; decoding begins with a size in use."""
+    weights = [[0, [1.0, 0.0, 0.0]], [1000, [0.0, 1.0, 3.0]]]
+    objective = ObjectiveConfig(slot_sizes=[2, 4, 8], slot_weights=weights, ar_weight=[[0, 1.0], [5, 0.5]])
+    make_checkpoint(tmp_path, tiny_dataset.train, model_shape(), objective)
+    folder = export_checkpoint(str(tmp_path), str(tmp_path / "hf"))
+    assert json.loads((folder / "config.json").read_text())["refusion"]["slot_weights"] == [0.0, 1.0, 3.0]
+    assert json.loads((folder / "generation_config.json").read_text())["slot_size"] == 4
+
+
 @pytest.mark.parametrize(("objective", "decoding"), [("ar", "left_to_right"), ("mdm", "mdm")])
 def test_the_objective_decides_how_it_is_decoded(
     tiny_dataset: Any, tmp_path: Path, objective: str, decoding: str

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from refusion_train.config import Config, SourceConfig, all_keys
+from refusion_train.config import Config, SourceConfig, all_keys, load
 from refusion_train.data.streams import Cursor, Damage
 from refusion_train.errors import CheckpointError, ConfigError
 from refusion_train.train.run import Data
@@ -91,6 +91,18 @@ def test_changes_that_are_allowed_are_told() -> None:
     assert changes == ["train.steps 1000 -> 2000", "train.micro_batch_size 1 -> 4", "train.lr 0.0003 -> 0.0001"]
 
 
+def test_schedules_are_compared_as_they_were_saved() -> None:
+    """Through JSON; a number that becomes a schedule, or another one, is a change that is told."""
+    config = load(None, ["objective.slot_weights=[[0,[1,0,0,0]],[9,[0,0,0,1]]]", "objective.ar_weight=[[0,1],[9,0.5]]"])
+    before = saved(config)
+    assert check_unchanged(before, copy.deepcopy(config), [source()], FOLDER) == []
+    config.objective.ar_weight, config.objective.mdm_weight = 1.0, [[0, 0.0], [9, 1.0]]
+    changes = check_unchanged(before, config, [source()], FOLDER)
+    assert changes == [
+        "objective.ar_weight [[0, 1.0], [9, 0.5]] -> 1.0", "objective.mdm_weight 1.0 -> [[0, 0.0], [9, 1.0]]"
+    ]  # fmt: skip
+
+
 def test_other_data_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"sha256:b.*sha256:a"):
         check_unchanged(saved(Config()), Config(), [source("sha256:b")], FOLDER)
@@ -163,7 +175,7 @@ def test_a_run_of_a_version_without_some_model_key_goes_on() -> None:
     config = Config()
     config.model.vocab_size = 320
     before = saved(config)
-    del before["config"]["model"]["qkv_bias"]
+    del before["config"]["model"]["qkv_bias"], before["config"]["objective"]["ar_probability"]
     assert check_unchanged(before, config, [source()], FOLDER) == []
     config.model.qk_norm, config.model.qkv_bias = False, True
     before["config"]["model"]["qk_norm"] = False
