@@ -83,6 +83,7 @@ def build_shards(
     fresh: bool = False,
     progress: bool = True,
     checkpoint_seconds: float = _CHECKPOINT_SECONDS,
+    check_only: bool = False,
 ) -> BuildReport:
     """Tokenize `inputs` (files, folders, globs, "-") with the tokenizer in folder `tokenizer` into OUT/train.
 
@@ -92,7 +93,8 @@ def build_shards(
     tokenizer's); `input_format`: of all inputs, whatever their suffixes; `part`: "i/n", only the i-th of n parts of the
     files; `min_tokens`, `max_tokens`: other documents are left out; `dedup`: of equal texts only the first; `shuffle`:
     seed of a global order; `strict`: anything wrong in the inputs is an error; `overwrite`: replace datasets that stand
-    in `out`; `fresh`: do not go on with an interrupted build; `checkpoint_seconds`: what a kill may cost.
+    in `out`; `fresh`: do not go on with an interrupted build; `checkpoint_seconds`: what a kill may cost; `check_only`:
+    raise what can be found without reading documents, and write nothing.
     `out` appears when everything is written; the same call after a kill goes on, and after the end does nothing.
     Raises ConfigError (options), DataError (inputs, tokenizer, output, nothing to write).
     """
@@ -117,6 +119,8 @@ def build_shards(
     name = encoder_name(loaded, choose_fast(loaded, encoder))
     job = _job(every_file, options, loaded, name)
     report = BuildReport(os.fspath(out), tokenizer=loaded)
+    if check_only:
+        return report
     recover(out)
     if not overwrite and not fresh and (done := _finished(Path(out), job)):
         report.datasets, report.already = done, True

@@ -73,21 +73,23 @@ def submit(words: list[str]) -> str:
     return said.splitlines()[-1].split(";")[0]
 
 
-def job(number: str) -> Job | None:
-    """A job that is in the queue or runs; None if it has left. Raises SlurmError."""
+def jobs(number: str) -> list[Job]:
+    """What the controller knows of a job: each element of an array, "17_3" of "17". Raises SlurmError."""
     try:
-        said = call(["squeue", "--noheader", f"--jobs={number}", "--states=all", "--format=%A|%T|%r|%N|%L"])
+        said = call(["squeue", "--noheader", "--array", f"--jobs={number}", "--states=all", "--format=%i|%T|%r|%N|%L"])
     except Unreachable:
         raise
     except SlurmError as error:
         if "Invalid job id" in str(error):
-            return None
+            return []
         raise
-    for line in said.splitlines():
-        fields = line.split("|")
-        if len(fields) == 5 and fields[0] == number:
-            return Job(*fields)
-    return None
+    found = [Job(*fields) for fields in (line.split("|") for line in said.splitlines()) if len(fields) == 5]
+    return [job for job in found if number in (job.number, job.number.partition("_")[0])]
+
+
+def job(number: str) -> Job | None:
+    """A job that is in the queue or runs; None if it has left. Raises SlurmError."""
+    return next(iter(jobs(number)), None)
 
 
 LEFT_QUEUE = (
@@ -96,9 +98,8 @@ LEFT_QUEUE = (
 
 
 def active(number: str) -> Job | None:
-    """The same, but None for a job that has ended though the controller still remembers it."""
-    found = job(number)
-    return None if found is None or found.state in LEFT_QUEUE else found
+    """The same, but not what has ended though the controller still remembers it; of an array any other element."""
+    return next((job for job in jobs(number) if job.state not in LEFT_QUEUE), None)
 
 
 def my_jobs() -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ The folder alone says where a run is; the queue adds whether it waits, runs, or 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -20,7 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from launchers import attempt, slurm
-from launchers.submit import submitted
+from launchers.batch import submitted
+from launchers.submit import element
 from refusion_train.errors import ConfigError
 from refusion_train.telemetry import METRICS
 
@@ -33,7 +35,7 @@ _SLOW = 1.2  # a rank that takes so many times as long as the others is named
 @dataclass(frozen=True)
 class Standing:
     """What is known of a run. queue: state of its job; loss, tokens_per_s, end: None before the first step; last: how
-    the last attempt has ended; slow: a rank that slows the others, if there is one."""
+    the last attempt has ended; slow: a rank that slows the others; then: the jobs that follow."""
 
     run: Path
     job: str
@@ -48,6 +50,7 @@ class Standing:
     attempts: int
     last: str
     slow: str
+    then: str
 
 
 def show(runs: list[Path], watch: bool) -> int:
@@ -66,7 +69,7 @@ def show(runs: list[Path], watch: bool) -> int:
         if told:
             console.print(table(told))
             for standing in told:
-                for line in filter(None, (standing.last, standing.slow)):
+                for line in filter(None, (standing.last, standing.slow, standing.then)):
                     console.print(f"{standing.run}: {line}", markup=False, soft_wrap=True)
         elif not problem:
             console.print("no job of yours in the queue was made by `refusion submit`; name a run folder")
@@ -85,20 +88,30 @@ def standings(runs: list[Path]) -> tuple[list[Standing], str]:
             folders = [Path(folder) for _, folder in slurm.my_jobs()]
         except slurm.SlurmError as error:
             return [], str(error)
-        runs = [folder.parent for folder in folders if folder.name == attempt.FOLDER and submitted(folder.parent)]
+        runs = [f.parent for f in dict.fromkeys(folders) if f.name == attempt.FOLDER and _is_run(submitted(f.parent))]
     told = []
-    for run in runs:
-        queue, job = "", str(submitted(run).get("job", ""))
-        if job and problem:
-            queue = "?"
-        elif job:
+    for run in itertools.chain.from_iterable(map(_elements, runs)):
+        queues: dict[str, str] = {}
+        note = submitted(run)
+        job, then = str(note.get("job", "")), note.get("then", {})
+        for number in filter(None, (job, *then.values())):
             try:
-                found = slurm.job(job)
-                queue = "not in the queue" if found is None else describe(found)
+                found = None if problem else slurm.job(number)
+                queues[number] = "?" if problem else "not in the queue" if found is None else describe(found)
             except slurm.SlurmError as error:
-                problem, queue = str(error), "?"
-        told.append(standing(run, job, queue))
+                problem, queues[number] = str(error), "?"
+        told.append(standing(run, job, queues.get(job, ""), {f"{n} (job {j})": queues[j] for n, j in then.items()}))
     return told, problem
+
+
+def _is_run(note: dict[str, Any]) -> bool:
+    """Whether a note of a submission is of a training, or a sweep of them."""
+    return "steps" in note or "sweep" in note
+
+
+def _elements(run: Path) -> list[Path]:
+    """The runs of a sweep; of anything else the run itself."""
+    return [run / element(number) for number in range(submitted(run).get("sweep", 0))] or [run]
 
 
 def describe(job: slurm.Job) -> str:
@@ -108,8 +121,8 @@ def describe(job: slurm.Job) -> str:
     return f"RUNNING on {job.nodes}, {job.left} left" if job.state == "RUNNING" else job.state
 
 
-def standing(run: Path, job: str, queue: str) -> Standing:
-    """What the run folder tells."""
+def standing(run: Path, job: str, queue: str, then: dict[str, str] | None = None) -> Standing:
+    """What the run folder tells. then: jobs that follow, with their state in the queue."""
     rows, events = last_rows(run), attempt.read(run)
     steps, newest = _steps(run), attempt.newest_step(run)
     row = rows[-1] if rows else {}
@@ -126,6 +139,7 @@ def standing(run: Path, job: str, queue: str) -> Standing:
         run=run, job=job, queue=queue or "-", step=step, steps=steps, loss=row.get("loss"),
         tokens_per_s=_median([r["tokens_per_s"] for r in rows[-_ROWS:]]), checkpoint=newest, checkpoint_age_s=age,
         end=_expected_end(run, rows, steps), attempts=len(begun), last=last, slow=slow_rank(rows),
+        then=", ".join(f"{name}: {state}" for name, state in (then or {}).items()),
     )  # fmt: skip
 
 

@@ -1,29 +1,23 @@
-"""`refusion submit`: a run as a job of Slurm, from a batch script that can be read, changed and submitted by hand.
+"""`refusion submit`: a run, or a sweep of runs, as a job of Slurm, and what is to be done when it has ended.
 
-What is trained goes to the job as a file, the resolved configuration: no override ever meets a shell. What must stand
-in the script (paths, environment) is quoted, or refused where Slurm has no way to quote it.
+What is trained goes to the job as a file, the resolved configuration: no override ever meets a shell. A sweep is one
+array of Slurm whose elements are ordinary runs, each in a folder of its own: RUN/000, RUN/001 ...
 """
 
 from __future__ import annotations
 
 import copy
-import importlib.resources
-import json
+import dataclasses
 import os
-import re
 import shlex
-import subprocess
-import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-from data_tools.output import write_whole
-from launchers import attempt, slurm
+from launchers import attempt, batch, slurm
+from launchers.batch import Script, write_text
 from launchers.cluster import ClusterConfig, load_cluster
-from refusion_train import __version__
 from refusion_train.config import Config, load, to_yaml, validate
 from refusion_train.data.shard_index import Index
 from refusion_train.errors import ConfigError
@@ -31,18 +25,21 @@ from refusion_train.sources import dataset_paths
 from refusion_train.train.folder import refuse_another_run
 
 PREFIX = "cluster."  # of the words that are for the cluster file
-SCRIPT, CONFIG, SUBMITTED = "job.sbatch", "config.yaml", "submitted.json"
+SCRIPT, CONFIG = "job.sbatch", "config.yaml"
+FOLLOWERS = ("export", "evaluate")  # what can be asked for after a training
+EXPORTED, EVALUATED = "hf", "evaluation.json"  # in the run folder: what they leave
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that a submission consists of, before anything is written."""
+    """All that a submission consists of, before anything is written. run: the run folder, or that of all of a sweep;
+    configs: by the run folders; scripts: the training's, then those that follow."""
 
-    config: Config
-    cluster: ClusterConfig
     run: Path
+    configs: dict[Path, Config]
+    cluster: ClusterConfig
     commit: str
-    script: str
+    scripts: list[Script]
 
     @property
     def folder(self) -> Path:
@@ -50,62 +47,75 @@ class Plan:
         return self.run / attempt.FOLDER
 
     @property
-    def words(self) -> list[str]:
-        """What sbatch is called with. The folder is no pattern to Slurm, as the name of an output file would be."""
-        return [f"--chdir={self.folder}", str(self.folder / SCRIPT)]
-
-    @property
-    def line(self) -> str:
-        """The command, as one would type it."""
-        return shlex.join(["sbatch", *self.words])
+    def sweep(self) -> bool:
+        return list(self.configs) != [self.run]
 
 
-def prepare(config: str, overrides: list[str], cluster: str) -> Plan:
-    """Check everything that can be checked here, and render the script; nothing is written.
+def prepare(
+    config: str,
+    overrides: list[str],
+    cluster: str,
+    then: Sequence[str] = (),
+    sweep: str | None = None,
+    at_most: int | None = None,
+) -> Plan:
+    """Check everything that can be checked here, and render the scripts; nothing is written.
 
-    overrides: `key=value` for the run, `cluster.key=value` for the cluster file.
+    overrides: `key=value` for the run, `cluster.key=value` for the cluster file; then: of FOLLOWERS; sweep: file with
+    the words of each run; at_most: so many of them run at a time.
     Raises ConfigError, as `refusion train` would on so many ranks, so that no such error waits in a queue.
-    """
-    ours = [word.removeprefix(PREFIX) for word in overrides if word.startswith(PREFIX)]
-    machine = load_cluster(cluster, ours)
-    settings = load(config, [word for word in overrides if not word.startswith(PREFIX)])
-    validate(settings, machine.world_size)
-    for path in dataset_paths(settings):
+    """  # fmt: skip
+    machine, words = split_words(overrides, cluster)
+    if at_most is not None and sweep is None:
+        raise ConfigError(f"--at-most {at_most} is for a sweep; leave it out, or give --sweep FILE")
+    entries = [[]] if sweep is None else read_sweep(sweep)
+    configs: dict[Path, Config] = {}
+    run = Path()
+    for number, entry in enumerate(entries):
+        try:
+            settings = load(config, [*words, *entry])
+            run = Path(os.path.abspath(settings.run_dir))
+            if sweep is not None:
+                settings.run_dir = os.path.join(settings.run_dir, element(number))
+            _check(settings, machine, then)
+        except ConfigError as error:
+            raise ConfigError(f"{error} (run {element(number)} of {sweep})" if sweep else str(error)) from None
+        configs[Path(os.path.abspath(settings.run_dir))] = settings
+    for path in dict.fromkeys(path for settings in configs.values() for path in dataset_paths(settings)):
         Index.read(path)
-    run = Path(os.path.abspath(settings.run_dir))
-    refuse_another_run(settings, run)
-    _check_text(settings)
-    sources = commit()
-    return Plan(settings, machine, run, sources, render(machine, run, Path.cwd(), sources))
+    array = None if sweep is None else batch.array_of(0, len(entries) - 1, at_most)
+    sources = batch.commit()
+    scripts = [Script(SCRIPT, render(machine, run, Path.cwd(), sources, array))]
+    scripts += [follower(name, machine, run, Path.cwd(), sources, array) for name in dict.fromkeys(then)]
+    return Plan(run, configs, machine, sources, scripts)
 
 
-def submit(plan: Plan) -> str:
-    """Write the job's files into the run folder and submit; the number of the job.
+def split_words(overrides: list[str], cluster: str) -> tuple[ClusterConfig, list[str]]:
+    """The cluster with what of the words is for it, and the other words. Raises ConfigError."""
+    ours = [word for word in overrides if word.startswith(PREFIX)]
+    machine = load_cluster(cluster, [word.removeprefix(PREFIX) for word in ours])
+    return machine, [word for word in overrides if word not in ours]
+
+
+def submit(plan: Plan) -> dict[str, str]:
+    """Write the job's files into the run folder and submit; the numbers of the jobs, the training's first.
 
     Raises ConfigError if another job has the run folder, SlurmError if Slurm does not take it.
     """
     slurm.ping()  # before anything is written
-    _refuse_second(plan)
-    plan.folder.mkdir(parents=True, exist_ok=True)
-    _write(plan.folder / CONFIG, to_yaml(for_job(plan.config)))
-    _write(plan.folder / SCRIPT, plan.script)
-    number = slurm.submit(plan.words)
-    record = {
-        "job": number, "time": datetime.now().astimezone().isoformat(timespec="seconds"), "commit": plan.commit,
-        "version": __version__, "nodes": plan.cluster.nodes, "ranks": plan.cluster.world_size,
-        "steps": plan.config.train.steps, "command": sys.argv,
-    }  # fmt: skip
-    _write(plan.folder / SUBMITTED, json.dumps(record, indent=1) + "\n")
-    return number
-
-
-def test_only(plan: Plan) -> str:
-    """Ask Slurm whether such a job could ever run, and when; its answer. Raises SlurmError if it could not."""
-    slurm.ping()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / SCRIPT
-        _write(file, plan.script)
-        return slurm.call(["sbatch", "--test-only", str(file)])
+    batch.refuse_second([plan.run, *plan.configs], "run_dir")
+    for run, config in plan.configs.items():
+        write_text(run / attempt.FOLDER / CONFIG, to_yaml(for_job(config)))
+    numbers = batch.submit_all(plan.scripts, plan.folder)
+    job, then = numbers[SCRIPT], {name.partition(".")[0]: job for name, job in numbers.items() if name != SCRIPT}
+    size = {"nodes": plan.cluster.nodes, "ranks": plan.cluster.world_size}
+    for number, (run, config) in enumerate(plan.configs.items()):
+        suffix = f"_{number}" if plan.sweep else ""
+        more = {"then": {name: job + suffix for name, job in then.items()}, "steps": config.train.steps}
+        batch.record(run, job + suffix, plan.commit, **size, **more)
+    if plan.sweep:
+        batch.record(plan.run, job, plan.commit, **size, then=then, sweep=len(plan.configs))
+    return {SCRIPT: job, **then}
 
 
 def for_job(config: Config) -> Config:
@@ -115,82 +125,85 @@ def for_job(config: Config) -> Config:
     return config
 
 
-# --------------------------------------------------------------------------------------------------------- script
+# -------------------------------------------------------------------------------------------------------- scripts
 
 
-def render(cluster: ClusterConfig, run: Path, work_dir: Path, commit: str) -> str:
-    """The batch script. Raises ConfigError for a path that no file name can be."""
-    import jinja2
+def render(cluster: ClusterConfig, run: Path, work_dir: Path, commit: str, array: str | None = None) -> str:
+    """The training's batch script; with `array`, that of a sweep in `run`."""
+    name = batch.job_name(run)
+    return batch.render("job.sbatch.j2", cluster, name, work_dir, commit, array, run_dir=run)
 
-    for path in (run, work_dir):
-        if "\0" in str(path):
-            raise ConfigError(f"{str(path)!a} holds a zero byte; give another run_dir")
-    template = importlib.resources.files("launchers").joinpath("templates", "job.sbatch.j2").read_text()
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
-    environment.filters["quote"] = shlex.quote
-    environment.filters["comment"] = json.dumps  # one line, whatever stands in it
-    per_rank = cluster.launch == "srun"
-    per_node = cluster.ranks_per_node if per_rank else 1
-    python = cluster.python or ("python" if cluster.venv or cluster.container_image else sys.executable)
-    return environment.from_string(template).render(
-        cluster=cluster, run_dir=str(run), work_dir=str(work_dir), commit=commit, name=job_name(run), python=python,
-        tasks=cluster.nodes * per_node, tasks_per_node=per_node, options=_options(cluster),
-        container=_container(cluster),
-        srun_options="".join(f" {shlex.quote(word)}" for word in _srun_options(cluster)),
+
+def follower(
+    what: str, cluster: ClusterConfig, run: Path, work_dir: Path, commit: str, array: str | None = None
+) -> Script:
+    """What is done when the training has ended well: `export` in one process, `evaluate` on the training's ranks."""
+    on_all_ranks = what == "evaluate"
+    command = f'export "$RUN" --out "$RUN/{EXPORTED}" --overwrite'
+    if on_all_ranks:
+        command = f'evaluate "$RUN/slurm/config.yaml" --checkpoint "$RUN" --out "$RUN/{EVALUATED}"'
+    text = batch.render(
+        "task.sbatch.j2", cluster if on_all_ranks else single(cluster), f"{batch.job_name(run)[:50]}-{what}", work_dir,
+        commit, array, written_by=f"submit --then {what}", folder=run, log=what, command=command,
+        about="After the training, when that has ended well.", on_all_ranks=on_all_ranks,
+        variables={"RUN": shlex.quote(str(run)) + ('"/$(printf %03d "$SLURM_ARRAY_TASK_ID")"' if array else "")},
     )  # fmt: skip
+    return Script(f"{what}.sbatch", text, after=SCRIPT, array=array is not None)
 
 
-def job_name(run: Path) -> str:
-    """Name of the job: the run folder's, as far as Slurm can show it."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", run.name).strip("-.")[:64] or "refusion"
+def single(cluster: ClusterConfig) -> ClusterConfig:
+    """The same cluster for a job of one process without GPUs."""
+    return dataclasses.replace(cluster, nodes=1, ranks_per_node=1, gpus_per_node=0, gpu_type=None, launch="srun")
 
 
-def _options(cluster: ClusterConfig) -> list[str]:
-    kind = f"{cluster.gpu_type}:" if cluster.gpu_type else ""
-    given = {
-        "gpus-per-node": f"{kind}{cluster.gpus}" if cluster.gpus else None, "cpus-per-task": _cpus(cluster),
-        "mem": cluster.memory, "partition": cluster.partition, "account": cluster.account, "qos": cluster.qos,
-        "constraint": cluster.constraint, "reservation": cluster.reservation,
-    }  # fmt: skip
-    found = [f"--{name}={value}" for name, value in given.items() if value is not None]
-    return [*found, *(["--exclusive"] if cluster.exclusive else []), *cluster.sbatch]
+# ---------------------------------------------------------------------------------------------------------- sweeps
 
 
-def _cpus(cluster: ClusterConfig) -> int | None:
-    """CPUs of a task of Slurm, which is a rank, or all ranks of a node."""
-    if cluster.cpus_per_rank is None:
-        return None
-    return cluster.cpus_per_rank * (1 if cluster.launch == "srun" else cluster.ranks_per_node)
+def element(number: int) -> str:
+    """Name of the run folder of a sweep's element; the batch script makes the same one of Slurm's number."""
+    return f"{number:03d}"
 
 
-def _srun_options(cluster: ClusterConfig) -> list[str]:
-    cpus = _cpus(cluster)  # srun does not take it over from the job
-    return [*([] if cpus is None else [f"--cpus-per-task={cpus}"]), *_container(cluster), *cluster.srun]
+def read_sweep(file: str) -> list[list[str]]:
+    """The words of each run of a sweep: a YAML list whose entries are lists of `key=value`, or one such word.
 
+    Raises ConfigError for anything else.
+    """
+    import yaml
 
-def _container(cluster: ClusterConfig) -> list[str]:
-    if cluster.container_image is None:
-        return []
-    mounts = [f"--container-mounts={','.join(cluster.container_mounts)}"] if cluster.container_mounts else []
-    return [f"--container-image={cluster.container_image}", *mounts]
-
-
-def commit() -> str:
-    """The commit of the package's sources, `+changes` if files differ from it; `unknown` outside a repository."""
-    here = Path(__file__).resolve().parent
     try:
-        head = _git(here, "rev-parse", "HEAD")
-        return head + ("+changes" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-
-
-def _git(folder: Path, *words: str) -> str:
-    command = ["git", "-C", str(folder), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        content = yaml.safe_load(Path(file).read_text("utf-8"))
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--sweep {file} cannot be read: {' '.join(str(error).split())}") from None
+    entries = [[entry] if isinstance(entry, str) else entry for entry in content] if isinstance(content, list) else []
+    if not entries:
+        raise ConfigError(f"--sweep {file} is not a list; write one line a run, such as `- [train.lr=1e-3, seed=1]`")
+    for number, entry in enumerate(entries):
+        for word in entry if isinstance(entry, list) else [entry]:
+            if not (isinstance(entry, list) and isinstance(word, str) and "=" in word):
+                raise ConfigError(
+                    f"--sweep {file}: run {element(number)} holds {word!r}, not a text key=value; put it in quotes"
+                )
+            if word.startswith((PREFIX, "run_dir=")):
+                raise ConfigError(
+                    f"--sweep {file}: run {element(number)}: {word} cannot differ between runs; give it in the command"
+                )
+    return entries
 
 
 # --------------------------------------------------------------------------------------------------------- checks
+
+
+def _check(config: Config, machine: ClusterConfig, then: Sequence[str]) -> None:
+    validate(config, machine.world_size)
+    dataset_paths(config)
+    refuse_another_run(config, Path(config.run_dir))
+    _check_text(config)
+    for name in then:
+        if name not in FOLLOWERS:
+            raise ConfigError(f"--then {name} is not one of {', '.join(FOLLOWERS)}")
+    if "evaluate" in then and config.data.validation is None:
+        raise ConfigError("--then evaluate needs data.validation; give a folder of shards")
 
 
 def _check_text(config: Config) -> None:
@@ -198,31 +211,9 @@ def _check_text(config: Config) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file, wanted = Path(folder) / CONFIG, for_job(config)
         try:
-            _write(file, to_yaml(wanted))
+            write_text(file, to_yaml(wanted))
             same = load(file) == wanted
         except (ConfigError, UnicodeError):
             same = False
     if not same:
         raise ConfigError("the configuration holds text that YAML cannot keep, such as ${ or bytes that are not UTF-8")
-
-
-def _refuse_second(plan: Plan) -> None:
-    number = submitted(plan.run).get("job")
-    found = slurm.active(number) if number else None
-    if found is not None:
-        raise ConfigError(
-            f"run_dir={plan.config.run_dir} has a job already: {found.number} ({found.state}); wait for it, stop it "
-            f"with `scancel {found.number}`, or give another run_dir"
-        )
-
-
-def submitted(run: Path) -> dict[str, Any]:
-    """What the last submission of a run folder has left; empty if there was none."""
-    try:
-        return json.loads((run / attempt.FOLDER / SUBMITTED).read_text())
-    except (OSError, ValueError):
-        return {}
-
-
-def _write(file: Path, text: str) -> None:
-    write_whole(file, lambda partial: partial.write_text(text, encoding="utf-8", errors="surrogateescape"))

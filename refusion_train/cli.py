@@ -31,6 +31,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(cli_bench.bench_app, name="bench")
 app.command()(cli_bench.compare)
 app.command()(cli_slurm.submit)
+app.command("submit-data", context_settings={"ignore_unknown_options": True})(cli_slurm.submit_data)
 app.command()(cli_slurm.status)
 
 _DEBUG = False
@@ -154,19 +155,25 @@ def evaluate(
     config: ConfigPath,
     checkpoint: Annotated[Path, typer.Option(help="A run folder (its newest good checkpoint) or a step folder.")],
     overrides: Overrides = None,
+    out: Annotated[Optional[Path], typer.Option(help="Also write them to this file.")] = None,  # noqa: UP045
 ) -> None:
-    """Validation losses of a checkpoint as one JSON object.
+    """Validation losses of a checkpoint as one JSON object. Under torchrun or srun the process joins that group.
 
     Example: refusion evaluate runs/a/config.yaml --checkpoint runs/a
     """
     import json
 
+    from data_tools.output import write_whole
     from refusion_train.config import load, validate
     from refusion_train.train.evaluate import evaluate_checkpoint
 
     settings = load(config, overrides)
     validate(settings, int(os.environ.get("WORLD_SIZE", "1")))
-    typer.echo(json.dumps(evaluate_checkpoint(settings, str(checkpoint))))
+    text = json.dumps(evaluate_checkpoint(settings, str(checkpoint)))
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo(text)
+        if out is not None:
+            write_whole(out, lambda partial: partial.write_text(text + "\n"))
 
 
 # ---------------------------------------------------------------------------------------------- export and decoding

@@ -73,6 +73,7 @@ def data_shards(
     strict: Annotated[bool, typer.Option(help="Stop at the first thing that is wrong in the inputs.")] = False,
     overwrite: Overwrite = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Do not go on with an interrupted build.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Only look whether inputs and options are right.")] = False,
 ) -> None:
     """Tokenize documents into WebDataset shards with an index.
 
@@ -89,9 +90,18 @@ def data_shards(
         prompt_field=prompt_field, response_field=response_field, messages_field=messages_field,
         chat_template=None if chat_template is None else str(chat_template), input_format=input_format,
         min_tokens=min_tokens, max_tokens=max_tokens, dedup=dedup, shuffle=shuffle, part=part, encoder=encoder,
-        shard_bytes=shard_size << 20, strict=strict, overwrite=overwrite, fresh=fresh,
+        shard_bytes=shard_size << 20, strict=strict, overwrite=overwrite, fresh=fresh, check_only=check,
     )  # fmt: skip
-    typer.echo(report.summary())
+    if not check:
+        typer.echo(report.summary())
+
+
+def check_shards_words(words: list[str], parts: int) -> None:
+    """What `refusion data shards WORDS` would say at once, for parts of the inputs; nothing is read or written.
+
+    words: without --out, --part and --overwrite. Raises what the command does.
+    """
+    data_app(args=["shards", *words, "--part", f"1/{parts}", "--out", ".", "--check"], standalone_mode=False)
 
 
 @data_app.command("arithmetic")

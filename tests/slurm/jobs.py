@@ -84,9 +84,9 @@ class Command:
             capture_output=True, text=True, timeout=timeout, check=False,
         )  # fmt: skip
 
-    def submit(self, config: Config, **machine: Any) -> Submitted:
+    def submit(self, config: Config, *words: str, **machine: Any) -> Submitted:
         """Submit a run on two nodes of one rank each, unless `machine` says otherwise."""
-        result = self("submit", str(self.write(config)), "--cluster", str(self.machine(**machine)))
+        result = self("submit", str(self.write(config)), *words, "--cluster", str(self.machine(**machine)))
         assert result.returncode == 0, result.stdout + result.stderr
         assert result.stdout.startswith("job "), result.stdout
         return Submitted(self.cluster, config, result.stdout.split()[1].rstrip(":"))

@@ -143,15 +143,25 @@ def test_slurm_is_asked_whether_it_can_ever_run(refusion: Command, tiny_config: 
     assert not Path(tiny_config.run_dir).exists()
 
 
-def test_no_answer_of_the_controller_is_one_line(refusion: Command, cluster: LocalCluster, tiny_config: Config) -> None:
+def test_no_answer_of_the_controller_is_one_line(
+    refusion: Command, cluster: LocalCluster, tiny_config: Config, tiny_tokenizer: Path
+) -> None:
     folder = Path(tiny_config.run_dir) / "slurm"
     folder.mkdir(parents=True)
     (folder / "submitted.json").write_text('{"job": "1", "steps": 5}')
+    sweep = Path(tiny_config.run_dir + "s")
+    for place in (sweep, sweep / "000", sweep / "001"):
+        (place / "slurm").mkdir(parents=True)
+        (place / "slurm" / "submitted.json").write_text('{"job": "1_0", "then": {"export": "2_0"}, "sweep": 2}')
+    (corpus := Path(tiny_config.run_dir).with_name("a.txt")).write_text("text")
+    parts = [str(corpus), "--tokenizer", str(tiny_tokenizer), "--out", str(corpus) + "s", "--parts", "1"]
     cluster.silence_controller()
     try:
         for words in (
             ["submit", str(refusion.write(tiny_config)), "--cluster", str(refusion.machine())],
             ["status", tiny_config.run_dir],
+            ["status", str(sweep)],
+            ["submit-data", *parts, "--cluster", str(refusion.machine())],
         ):
             began = time.monotonic()
             result = refusion(*words)

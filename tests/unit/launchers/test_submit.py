@@ -4,93 +4,33 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
+from batch_scripts import CLUSTERS, GOLDEN, NASTY, assert_golden, calls_of, execute, fakes_in
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from launchers import submit as submission
+from launchers.batch import job_name
 from launchers.cluster import ClusterConfig, load_cluster
-from launchers.submit import for_job, job_name, prepare, render
+from launchers.submit import follower, for_job, prepare, render
 from refusion_train.cli import run as refusion
 from refusion_train.config import Config, load, shipped_configs, to_yaml
 from refusion_train.errors import ConfigError
-
-GOLDEN = Path(__file__).resolve().parents[2] / "golden"
-CLUSTERS: dict[str, dict[str, Any]] = {
-    "plain": {"nodes": 2, "ranks_per_node": 2, "gpus_per_node": 0, "time": "01:00:00", "python": "/opt/python"},
-    "all": {
-        "nodes": 16, "ranks_per_node": 8, "gpu_type": "h100", "cpus_per_rank": 12, "memory": "0", "time": "2-00:00:00",
-        "partition": "train", "account": "lab", "qos": "high", "constraint": "ib&h100", "reservation": "week",
-        "exclusive": True, "stop_before": 600, "max_stalls": 5, "modules": ["cuda/12.8"], "venv": "/shared/my env",
-        "setup": ["ulimit -l unlimited"], "environment": {"NCCL_DEBUG": "WARN", "NOTE": "it's"},
-        "sbatch": ["--mail-type=END"], "srun": ["--cpu-bind=none"], "master_addr": "10.0.0.1",
-    },
-    "container": {
-        "nodes": 4, "launch": "torchrun", "container_image": "/images/train.sqsh",
-        "container_mounts": ["/data:/data", "/runs"],
-    },
-}  # fmt: skip
-
-
-def _run(words: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[bytes]:
-    environment = {"PATH": os.environ["PATH"], **variables}
-    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, timeout=30, check=False)
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_scripts_are_as_written_down(name: str) -> None:
     """Look at what has changed, then write it anew: REFUSION_GOLDEN=1 pytest tests/unit/launchers/test_submit.py"""
     script = render(ClusterConfig(**CLUSTERS[name]), Path("/runs/first run"), Path("/home/me"), "0123abcd")
-    file = GOLDEN / f"job-{name}.sbatch"
-    if os.environ.get("REFUSION_GOLDEN"):
-        file.write_text(script)
-    assert script == file.read_text()
+    assert_golden(script, f"job-{name}.sbatch")
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_bash_accepts_the_scripts(name: str) -> None:
-    result = _run(["bash", "-n", str(GOLDEN / f"job-{name}.sbatch")], GOLDEN)
+    result = execute(["bash", "-n", str(GOLDEN / f"job-{name}.sbatch")], GOLDEN)
     assert result.returncode == 0, result.stderr
-
-
-# Stands for Slurm and for the ranks' interpreter: leaves its arguments and its environment, and what it was given.
-_FAKES = {
-    "srun": """#!/bin/sh
-        while [ "${1#--}" != "$1" ]; do shift; done
-        SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_NTASKS=4 exec "$@"
-    """,
-    "scontrol": "#!/bin/sh\necho node7\n",
-    "squeue": "#!/bin/sh\n",
-}
-
-
-def _fakes(folder: Path) -> Path:
-    """A folder for PATH, and in it `python`, which writes down how it was called."""
-    folder.mkdir()
-    recorder = folder / "python"
-    recorder.write_text(
-        '#!/bin/sh\nplace="${RANK:--} ${LOCAL_RANK:--} ${WORLD_SIZE:--} $MASTER_ADDR"\n'
-        f'printf \'%s\\0\' "$#" "$place" "$NOTE" "$PWD" "$@" >>\'{folder}/calls\'\n'
-    )
-    for name, text in _FAKES.items():
-        (folder / name).write_text(text)
-    for file in folder.iterdir():
-        file.chmod(0o755)
-    return folder
-
-
-_PIECES = [
-    "$(touch x)", "`touch x`", "; touch x;", "\n touch x\n", "&touch x&", "|touch x", "$HOME", "${PATH}", "'", '"',
-    "\\", "\n", " ", "\t", "*", "?", "~", "#", "%j", "!", "<", ">x", "{a,b}", "[a]", "(", ")", "=", "-", "^",
-    "\x80", "\udcff",
-]  # fmt: skip
-NASTY = st.lists(
-    st.one_of(st.sampled_from(_PIECES), st.sampled_from(_PIECES), st.text(max_size=3)), min_size=1, max_size=6
-).map(lambda pieces: "".join(pieces).replace("\0", "").replace("/", "") or "x")
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -100,22 +40,18 @@ def test_paths_and_environment_arrive_unchanged(
 ) -> None:
     assume(not {name, place} & {".", ".."})
     folder = tmp_path_factory.mktemp("job")
-    fakes, work, run = _fakes(folder / "fakes"), folder / place, folder / "runs" / name
+    fakes, work, run = fakes_in(folder / "fakes"), folder / place, folder / "runs" / name
     work.mkdir()
     (run / "slurm").mkdir(parents=True)
     machine = ClusterConfig(nodes=2, ranks_per_node=2, gpus_per_node=0, environment={"NOTE": note}, python="python")
     script = folder / "job.sbatch"
     script.write_bytes(render(machine, run, work, "0123").encode("utf-8", "surrogateescape"))
     before = sorted(str(file) for file in folder.rglob("*"))
-    result = _run(
+    result = execute(
         ["bash", str(script)], folder, PATH=f"{fakes}:{os.environ['PATH']}", SLURM_JOB_ID="12", SLURM_JOB_NODELIST="n"
     )
     assert result.returncode == 0, result.stderr
-    told, calls = (fakes / "calls").read_bytes().split(b"\0")[:-1], []
-    while told:
-        size = 4 + int(told[0])
-        calls.append(told[1:size])
-        told = told[size:]
+    calls = calls_of(fakes)
     assert len(calls) == 3, "begin, one rank, end"
     begin, rank, end = calls
     assert all(call[1:3] == [os.fsencode(note), os.fsencode(work)] for call in calls)
@@ -139,7 +75,7 @@ def test_overrides_arrive_unchanged(tmp_path: Path, text: str) -> None:
         assert "${" in text or "\udcff" in text, "only the beginning of a reference, and what is not UTF-8, is refused"
         return
     file = tmp_path / "config.yaml"
-    submission._write(file, to_yaml(for_job(config)))
+    submission.write_text(file, to_yaml(for_job(config)))
     assert load(file).data.cache_dir == text
 
 
@@ -148,8 +84,8 @@ def test_nothing_of_an_override_is_in_the_script(tiny_config: Config, tmp_path: 
     file.write_text(to_yaml(tiny_config))
     text = "$(touch /tmp/pwned); 'x' \"y\"\nz"
     plan = prepare(str(file), [f"model.init_from={json.dumps(text)}", "cluster.nodes=1"], "cpu-test")
-    assert plan.config.model.init_from == text
-    assert "pwned" not in plan.script and plan.cluster.nodes == 1
+    assert plan.configs[plan.run].model.init_from == text
+    assert "pwned" not in plan.scripts[0].text and plan.cluster.nodes == 1
 
 
 def test_a_dry_run_touches_nothing(
@@ -194,6 +130,119 @@ def test_errors_are_found_before_anything_is_written(
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.parametrize("name", CLUSTERS)
+@pytest.mark.parametrize("kind", ["export", "evaluate", "sweep"])
+def test_scripts_of_sweeps_and_followers_are_as_written_down(name: str, kind: str) -> None:
+    """Those of a plain training are in `test_scripts_are_as_written_down`; here all are of an array."""
+    where = ClusterConfig(**CLUSTERS[name]), Path("/runs/first run"), Path("/home/me"), "0123abcd", "0-7%2"
+    script = render(*where) if kind == "sweep" else follower(kind, *where).text
+    assert_golden(script, f"{kind}-{name}.sbatch")
+    assert execute(["bash", "-n", f"{kind}-{name}.sbatch"], GOLDEN).returncode == 0
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=NASTY, array=st.booleans())
+def test_followers_get_the_run_folder_unchanged(
+    tmp_path_factory: pytest.TempPathFactory, name: str, array: bool
+) -> None:
+    assume(name not in {".", ".."})
+    folder = tmp_path_factory.mktemp("job")
+    fakes, run = fakes_in(folder / "fakes"), folder / "runs" / name
+    machine = ClusterConfig(nodes=2, ranks_per_node=2, gpus_per_node=0, python="python")
+    calls = []
+    for what in ("export", "evaluate"):
+        script = follower(what, machine, run, folder, "0123", "0-4" if array else None)
+        (folder / "job").write_bytes(script.text.encode("utf-8", "surrogateescape"))
+        variables = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n", "SLURM_ARRAY_TASK_ID": "3"}
+        done = execute(["bash", "job"], folder, PATH=f"{fakes}:{os.environ['PATH']}", **variables)
+        assert done.returncode == 0, done.stderr
+        [call] = calls_of(fakes)
+        (fakes / "calls").unlink()
+        calls.append((call[0], call[5:]))
+    place = run / "003" if array else run
+    (_, exported), (ranks, evaluated) = calls
+    assert exported == [os.fsencode(word) for word in ("export", place, "--out", place / "hf", "--overwrite")]
+    wanted = ("evaluate", place / "slurm" / "config.yaml", "--checkpoint", place, "--out", place / "evaluation.json")
+    assert evaluated == [os.fsencode(word) for word in wanted] and ranks == b"3 1 4 node7"
+
+
+def test_a_sweep_is_runs_in_folders_of_their_own(
+    tiny_config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, sweep = tmp_path / "run.yaml", tmp_path / "sweep.yaml"
+    file.write_text(to_yaml(tiny_config))
+    sweep.write_text("- [train.lr=1e-4, seed=3]\n- train.lr=2e-4\n- ['objective.slot_sizes=[4]']\n")
+    plan = prepare(str(file), ["train.steps=9"], "cpu-test", ["evaluate"], str(sweep), 2)
+    runs = [Path(tiny_config.run_dir) / name for name in ("000", "001", "002")]
+    assert list(plan.configs) == runs and plan.run == Path(tiny_config.run_dir)
+    found = list(plan.configs.values())
+    assert [(config.train.lr, config.seed, config.train.steps) for config in found] == [
+        (1e-4, 3, 9), (2e-4, 7, 9), (1e-2, 7, 9)
+    ]  # fmt: skip
+    assert [config.run_dir for config in found] == [str(run) for run in runs]
+    assert found[2].objective.slot_sizes == [4]
+    words = ["submit", str(file), "--cluster", "cpu-test", "--sweep", str(sweep), "--at-most", "2", "--then", "export"]
+    assert refusion([*words, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("#SBATCH --array=0-2%2") == 2
+    assert "--dependency=aftercorr:JOB --kill-on-invalid-dep=yes" in out.splitlines()[-1]
+    assert sorted(tmp_path.iterdir()) == [file, sweep]
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "part"),
+    [
+        ("- [train.lr=1]\n- [trian.lr=1]", [], "did you mean 'train'? (run 001 of"),
+        ("- [train.global_batch_size=3]", [], "train.global_batch_size"),
+        ("- [seed]", [], "run 000 holds 'seed', not a text key=value"),
+        ("- [{train.lr: 1}]", [], "not a text key=value"),
+        ("- [cluster.nodes=3]", [], "cluster.nodes=3 cannot differ"),
+        ("- [run_dir=x]", [], "run_dir=x cannot differ"),
+        ("train.lr: 3", [], "is not a list"),
+        ("- [a", [], "cannot be read"),
+        ("- [seed=1]", ["--at-most", "0"], "--at-most 0"),
+        (None, ["--at-most", "2"], "--at-most 2 is for a sweep"),
+        (None, ["--sweep", "nothing.yaml"], "nothing.yaml cannot be read"),
+        (None, ["--then", "celebrate"], "--then celebrate is not one of export, evaluate"),
+        (None, ["--then", "evaluate", "data.validation=null"], "needs data.validation"),
+    ],
+)
+def test_errors_of_sweeps_and_followers_are_found_before(
+    tiny_config: Config, tmp_path: Path, content: str | None, words: list[str], part: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    file, sweep = tmp_path / "run.yaml", tmp_path / "sweep.yaml"
+    file.write_text(to_yaml(tiny_config))
+    if content is not None:
+        sweep.write_text(content)
+        words = ["--sweep", str(sweep), *words]
+    assert refusion(["submit", str(file), *words, "--cluster", "cpu-test"]) == 2
+    error = capsys.readouterr().err
+    assert part in error and len(error.splitlines()) == 1, error
+    assert not Path(tiny_config.run_dir).exists()
+
+
+def test_what_waits_for_a_job_is_cancelled_with_it_if_slurm_refuses(
+    tiny_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The training is in the queue already when its follower is refused."""
+    fakes, file = tmp_path / "bin", tmp_path / "run.yaml"
+    fakes.mkdir()
+    programs = {
+        "scontrol": "exit 0",
+        "sbatch": 'case "$*" in *afterok:17*) echo "sbatch: error: no" >&2; exit 1 ;; esac; echo 17',
+        "scancel": f'echo "$@" >{tmp_path}/cancelled',
+    }
+    for name, text in programs.items():
+        (fakes / name).write_text(f"#!/bin/sh\n{text}\n")
+        (fakes / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fakes}:/usr/bin:/bin")
+    file.write_text(to_yaml(tiny_config))
+    assert refusion(["submit", str(file), "--cluster", "cpu-test", "--then", "export"]) == 1
+    assert "no (export.sbatch); what was submitted before it is cancelled" in capsys.readouterr().err
+    assert (tmp_path / "cancelled").read_text() == "17\n"
+
+
 def test_missing_data_are_found_before(tiny_config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(to_yaml(tiny_config))
@@ -205,7 +254,7 @@ def test_resume_none_is_for_the_first_stretch_only(tiny_config: Config, tmp_path
     tiny_config.checkpoint.resume = "none"
     file = tmp_path / "run.yaml"
     file.write_text(to_yaml(tiny_config))
-    assert for_job(prepare(str(file), [], "cpu-test").config).checkpoint.resume == "auto"
+    assert for_job(prepare(str(file), [], "cpu-test").configs[Path(tiny_config.run_dir)]).checkpoint.resume == "auto"
     Path(tiny_config.run_dir, "checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"holds a run already \(checkpoints\)"):
         prepare(str(file), [], "cpu-test")
@@ -215,7 +264,7 @@ def test_resume_none_is_for_the_first_stretch_only(tiny_config: Config, tmp_path
 def test_shipped_clusters_are_valid(name: str) -> None:
     machine = load_cluster(name)
     assert machine.world_size == machine.nodes * machine.ranks_per_node
-    assert _run(["bash", "-n", "-c", render(machine, Path("/r"), Path("/w"), "0")], GOLDEN).returncode == 0
+    assert execute(["bash", "-n", "-c", render(machine, Path("/r"), Path("/w"), "0")], GOLDEN).returncode == 0
 
 
 def test_names_of_jobs() -> None:
