@@ -44,12 +44,12 @@ class Comparison:
     seeds: list[int] = field(default_factory=lambda: [0, 1])
     # The built-in task: `refusion data arithmetic --level LEVEL`.
     level: str = "aligned"
-    documents: int = 60000
+    documents: int = 20000
     # Own data instead: a folder that holds shards `train` and `validation`, and JSON lines with prompt and response.
     shards: str | None = None
     test: str | None = None
     # Prompts that are decoded.
-    prompts: int = 100
+    prompts: int = 64
     # Slot sizes that arms of slots are decoded with.
     slot_sizes: list[int] = field(default_factory=lambda: [8])
 
