@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test lint types unit matrix slurm clean
+.PHONY: install demo test lint types unit slow matrix slurm clean
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -29,7 +29,11 @@ types: $(STAMP)
 	$(BIN)/pyright
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest -m "not matrix and not slurm"
+	$(BIN)/python -m pytest -m "not slow and not matrix and not slurm"
+
+# Tests that take long one by one: the commands of the pages, many kills, packages of others, a whole comparison.
+slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow
 
 # Every layout of ranks against one process, of which `make test` runs a part.
 matrix: $(STAMP)
