@@ -177,6 +177,8 @@ class _Draft:
     slot: int  # the first
     tokens: list[int]
     accepted: int = 1
+    # Nothing is missing before it: its left-to-right predictions know all that they depend on.
+    complete: bool = True
     # How many tokens the last verifying forward has accepted.
     gained: int = 0
     # Infill: scratch place of its first token, and how many leading tokens have their right keys there already.
@@ -225,8 +227,6 @@ class SlotDecoder:
                 done = {slot for draft in run for slot in self._slots(draft)}
                 pool = self._before_end(slot for slot in pool if slot not in done)
 
-    # ------------------------------------------------------------------------------------------------------- phases
-
     def _plan(self, pool: list[int], prompt: list[int]) -> Generator[Query | Rows, Prediction, list[_Draft]]:
         """Choose slots of the pool by their first tokens, and draft them from masks; in position order.
 
@@ -247,6 +247,9 @@ class SlotDecoder:
             if slot in self._ahead and self._ahead[slot][1] > best[row][1]:
                 best[row] = self._ahead[slot]
         chosen = self._choose([probability for _, probability in best])
+        if self.settings.joined and chosen[0] != 0:
+            # The first slot follows what is committed: as plain left-to-right decoding it can always go on.
+            chosen = [0, *chosen] if best[chosen[0]][1] > self.settings.slot_threshold else [0]
         for count, row in enumerate(chosen, 1):
             if best[row][0] in self.settings.end_ids:
                 # Whatever becomes of this slot, those behind its end token are not kept in this iteration.
@@ -276,6 +279,7 @@ class SlotDecoder:
                 runs[-1].tokens = runs[-1].tokens + draft.tokens
             else:
                 runs.append(draft)
+                draft.complete = False
         return runs
 
     def _choose(self, sure: list[float]) -> list[int]:
@@ -333,16 +337,16 @@ class SlotDecoder:
     def _hold_back(self, drafts: list[_Draft]) -> list[_Draft]:
         """Cut runs to their whole slots where going on does not pay; what is cut off waits for another plan.
 
-        The first run stops when a round brought little. The others see nothing but themselves and what is committed:
-        they stop where the left-to-right prediction is unsure, as what decides there may stand in another run.
+        The first run stops when a round brought little. The others stop where the left-to-right prediction is unsure,
+        as what decides there may stand in a slot before them that is not known yet.
         """
         size, left = self.settings.slot_size, []
         for draft in drafts:
             if draft.kept and not draft.whole:
                 whole = draft.accepted // size * size
                 little = whole > 0 and draft.gained + 1 < _WORTH
-                unsure = draft.after[draft.accepted - 1][1] <= self.settings.token_threshold
-                if little if draft is drafts[0] else unsure:
+                unsure = draft.after[draft.accepted - 1][1] <= self._threshold(draft)
+                if little if draft.complete else unsure:
                     draft.tokens, draft.after, draft.accepted = draft.tokens[:whole], draft.after[:whole], whole
                     draft.seen = True  # as far as it was kept, and so are all whole slots
             if draft.tokens:
@@ -364,8 +368,6 @@ class SlotDecoder:
             count = size - draft.accepted
             self._replace(draft, seen.tokens[row : row + count])
             row += count
-
-    # ------------------------------------------------------------------------------------------------------- queries
 
     def _slots(self, draft: _Draft) -> range:
         """The slots of a draft."""
@@ -404,8 +406,6 @@ class SlotDecoder:
         starts, origins = [draft.place + draft.kept for draft in drafts], [draft.place for draft in drafts]
         return Query([token for row in rows for token in row], positions, [len(row) for row in rows], starts, origins)
 
-    # ------------------------------------------------------------------------------------------------------- helpers
-
     def _judge(self, drafts: list[_Draft], seen: Prediction) -> None:
         """Extend the accepted prefixes by what a verifying forward over what is not kept of these drafts says."""
         row = 0
@@ -414,8 +414,8 @@ class SlotDecoder:
             before = row - draft.kept  # row of a token is this and its place in the slot
             part = slice(row, before + count)
             draft.after[draft.kept :] = zip(seen.tokens[part], seen.probabilities[part], strict=True)
-            accepted = draft.accepted
-            while accepted < count and seen.targets[before + accepted - 1] > self.settings.token_threshold:
+            accepted, threshold = draft.accepted, self._threshold(draft)
+            while accepted < count and seen.targets[before + accepted - 1] > threshold:
                 accepted += 1
             draft.gained = accepted - draft.accepted
             self._accept(draft, accepted)
@@ -423,6 +423,12 @@ class SlotDecoder:
                 sure = [0.0] * (draft.kept + 1) + seen.targets[row : before + count - 1]
                 self._note("judged", draft, sure[:count])
             row = before + count
+
+    def _threshold(self, draft: _Draft) -> float:
+        """Left-to-right probability above which a token is accepted: where something before it is missing, as of a
+        slot's first token."""
+        settings = self.settings
+        return settings.token_threshold if draft.complete else max(settings.token_threshold, settings.slot_threshold)
 
     def _replace(self, draft: _Draft, tokens: list[int]) -> None:
         """Put `tokens` behind the accepted prefix; the first of them is thereby accepted."""

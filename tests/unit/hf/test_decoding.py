@@ -132,14 +132,15 @@ def test_a_run_that_gains_little_is_planned_again_behind_its_whole_slots() -> No
     assert queries[8].positions == list(range(11, 15)) and set(queries[8].tokens) == {MASK}
 
 
-def test_what_an_unsure_correction_depends_on_is_waited_for() -> None:
-    # Slots 0, 2, 3 and 5 are chosen. 0 needs a round; 2 is right, but in 3 (from position 15 on) something is refused
-    # and what would replace it is unsure: it waits, and the keys of 5 move to the place behind those of 2.
+def test_what_an_unsure_token_depends_on_is_waited_for() -> None:
+    # Slots 2, 3 and 5 are chosen, and 0 as the first. 0 needs a round; 2 is right, but in 3 (from position 15 on)
+    # something is less sure than is asked of a run that something is missing before: it waits, and the keys of 5 move
+    # to the place behind those of 2.
     def draft(position: int) -> tuple[int, float]:
-        return position, 0.95 if (position - 3) // 4 in (0, 2, 3, 5) else 0.1
+        return position, 0.95 if (position - 3) // 4 in (2, 3, 5) else 0.1
 
     def verify(position: int, token: int) -> float:
-        return 0.1 if token in (5, 17) else 0.9
+        return {5: 0.1, 17: 0.6}.get(token, 0.95)
 
     decoder, queries, cache = _decode(24, draft, verify, after=lambda p: 70 if p == 4 else p + 1, join_slots=True)
     infill = queries[2]
@@ -147,6 +148,14 @@ def test_what_an_unsure_correction_depends_on_is_waited_for() -> None:
     assert cache.moves[0] == (12, 8, 4)
     assert queries[3].positions == [*range(7, 11), *range(15, 19), *range(19, 23)], "1, 3 and 4 are planned next"
     assert decoder.tokens[:3] == [3, 4, 70] and cache.length == 27
+
+
+def test_the_first_slot_goes_on_where_no_slot_is_sure() -> None:
+    # Slot 2 is the best, but not sure: the first is taken, which knows all that is before it.
+    _, queries, _ = _decode(
+        12, lambda p: (p, 0.5 if p == 11 else 0.1), lambda p, t: 0.95, after=lambda p: p + 1, join_slots=True
+    )
+    assert queries[1].positions == [3, 4, 5, 6]
 
 
 def test_redraft_keeps_the_accepted_prefix_and_masks_the_rest() -> None:
