@@ -42,7 +42,8 @@ DTYPES = {
     "float16": torch.float16, "fp16": torch.float16,
 }  # fmt: skip
 _CODE = (
-    "modeling_refusion.py", "decoding.py", "baselines.py", "runner.py", "cache.py", "likelihood.py", "corruption.py"
+    "modeling_refusion.py", "decoding.py", "baselines.py", "runner.py", "cache.py", "likelihood.py", "corruption.py",
+    "settings.py",
 )  # fmt: skip
 _SHARD_BYTES = 5 * 10**9
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}

@@ -8,7 +8,8 @@ This file is copied into every exported folder: it imports nothing but its neigh
 from __future__ import annotations
 
 from .cache import Query
-from .decoding import EQUAL, Cache, Settings, Steps
+from .decoding import EQUAL, Cache, Steps
+from .settings import Settings
 
 
 class LeftToRightDecoder:

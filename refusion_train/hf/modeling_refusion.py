@@ -33,9 +33,10 @@ from transformers.utils.generic import ModelOutput
 from .baselines import LeftToRightDecoder  # noqa: F401
 from .cache import KeyValueCache  # noqa: F401
 from .corruption import Masking
-from .decoding import Settings
+from .decoding import SlotDecoder  # noqa: F401
 from .likelihood import Likelihood, likelihood
 from .runner import Decoded, Update, decode
+from .settings import Settings
 
 # What each objective's models can be decoded with; the first is the default.
 DECODINGS_OF = {"slots": ("plan_and_infill", "left_to_right"), "ar": ("left_to_right",), "mdm": ("mdm",)}

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from .baselines import DiffusionDecoder, LeftToRightDecoder
 from .cache import NO_TARGET, KeyValueCache, Query, forward
-from .decoding import Decoder, Note, Prediction, Rows, Settings, SlotDecoder
+from .decoding import Decoder, Note, Prediction, Rows, SlotDecoder
+from .settings import Settings
 
 DECODERS = {"plan_and_infill": SlotDecoder, "left_to_right": LeftToRightDecoder, "mdm": DiffusionDecoder}
 # Rows of logits that exist at a time: those of a large vocabulary are large.

@@ -30,6 +30,7 @@ CODE = {
     "runner.py",
     "likelihood.py",
     "corruption.py",
+    "settings.py",
     "tokenization_refusion.py",
 }
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "refusion_tokenizer.json"}

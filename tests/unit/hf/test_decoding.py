@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refusion_train.hf.cache import Query
-from refusion_train.hf.decoding import Prediction, Rows, Settings, SlotDecoder
+from refusion_train.hf.decoding import Prediction, Rows, SlotDecoder
 from refusion_train.hf.runner import DECODERS
+from refusion_train.hf.settings import Settings
 
 MASK, END, PROMPT = 99, 80, [50, 51, 52]
 

@@ -94,8 +94,8 @@ def test_sampling_is_a_function_of_the_seed_and_the_row(model: Any) -> None:
 
 
 def test_samples_follow_temperature_and_top_p() -> None:
-    from refusion_train.hf.decoding import Settings
     from refusion_train.hf.runner import _sample
+    from refusion_train.hf.settings import Settings
 
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().repeat(20_000, 1)
     random = torch.Generator().manual_seed(0)
