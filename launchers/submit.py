@@ -74,7 +74,9 @@ def prepare(
     for number, entry in enumerate(entries):
         try:
             settings = load(config, [*words, *entry])
-            run = Path(os.path.abspath(settings.run_dir))
+            before, run = run, Path(os.path.abspath(settings.run_dir))
+            if number and run != before:  # made of other keys, as runs/${train.lr} is
+                raise ConfigError(f"run_dir={run} cannot differ between runs ({before}); give a text without ${{}}")
             if sweep is not None:
                 settings.run_dir = os.path.join(settings.run_dir, element(number))
             _check(settings, machine, then)

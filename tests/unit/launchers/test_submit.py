@@ -198,6 +198,7 @@ def test_a_sweep_is_runs_in_folders_of_their_own(
         ("- [{train.lr: 1}]", [], "not a text key=value"),
         ("- [cluster.nodes=3]", [], "cluster.nodes=3 cannot differ"),
         ("- [run_dir=x]", [], "run_dir=x cannot differ"),
+        ("- [seed=1]\n- [seed=2]", ["run_dir=runs/${seed}"], "runs/2 cannot differ between runs"),
         ("train.lr: 3", [], "is not a list"),
         ("- [a", [], "cannot be read"),
         ("- [seed=1]", ["--at-most", "0"], "--at-most 0"),

@@ -68,6 +68,21 @@ def test_words_arrive_unchanged(tmp_path_factory: pytest.TempPathFactory, word: 
     assert sorted(folder.rglob("*")) == sorted([*before, fakes / "calls"]), "something else was run or written"
 
 
+def test_a_part_that_is_killed_is_put_back_alone(tmp_path: Path) -> None:
+    """Of an array the number of a job that is an element may be that of the whole array."""
+    fakes, machine = fakes_in(tmp_path / "fakes"), ClusterConfig(gpus_per_node=0, ranks_per_node=1, python="python")
+    (fakes / "python").write_text("#!/bin/sh\nkill -9 $$\n")
+    (fakes / "scontrol").write_text(f"#!/bin/sh\necho \"$@\" >>'{tmp_path}/asked'\n")
+    variables = {"PATH": f"{fakes}:{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
+    element = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}
+    for array, more in (("1-3", element), (None, {})):
+        script = submit_data._script(PARTS, machine, tmp_path / "out", "0", "data", "", array).text
+        assert execute(["bash", "-c", script], tmp_path, **variables, **more).returncode == 137
+        last = execute(["bash", "-c", script], tmp_path, **variables, **more, SLURM_RESTART_COUNT="2")
+        assert last.returncode == 137, "max_stalls times are enough"
+    assert (tmp_path / "asked").read_text() == "requeue 12_3\nrequeue 12\n"
+
+
 def _execute(script: Script, folder: Path, element: int) -> None:
     variables = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": str(element), "PYTHONPATH": os.getcwd()}
     done = execute(["bash", "-c", script.text], folder, **variables)
