@@ -167,8 +167,6 @@ class SlotDecoder:
             _Draft(pool[row], [best[row][0], *drafted[number * (size - 1) : (number + 1) * (size - 1)]])
             for number, row in enumerate(chosen)
         ]
-        for draft in drafts:
-            self._accept(draft, 1)
         if self.notes is not None:
             waiting = [row for row in range(len(pool)) if row not in chosen]
             self.notes += [Note("candidate", pool[row], [best[row][0]], 0, [best[row][1]]) for row in waiting]
@@ -176,7 +174,11 @@ class SlotDecoder:
                 Note("planned", draft.slot, draft.tokens, draft.accepted, [best[row][1]])
                 for draft, row in zip(drafts, chosen, strict=True)
             ]
-        return self._join(drafts) if self.settings.joined else drafts
+        # Only now: an end token that is first in a slot but not in its run is judged, and may be wrong.
+        drafts = self._join(drafts) if self.settings.joined else drafts
+        for draft in drafts:
+            self._accept(draft, 1)
+        return drafts
 
     def _join(self, drafts: list[_Draft]) -> list[_Draft]:
         """Drafts of neighbouring slots as one; of these only the very first token is accepted without judgement."""
@@ -197,6 +199,7 @@ class SlotDecoder:
 
     def _verify(self, drafts: list[_Draft]) -> Generator[Query | Rows, Prediction, list[_Draft]]:
         """One causal pass over all drafts; returns the leading run of wholly accepted ones (may be empty)."""
+        planned = [draft.tokens for draft in drafts]
         self._judge(drafts, (yield self._together(drafts)))
         run: list[_Draft] = []
         for draft in drafts:
@@ -205,6 +208,10 @@ class SlotDecoder:
             run.append(draft)
             if self._ended(draft):
                 break
+        if self.settings.joined and not run:
+            # What was accepted behind drafts that may be wrong is judged again, an end token and what it cut off too.
+            for draft, tokens in zip(drafts[1:], planned[1:], strict=True):
+                draft.tokens, draft.accepted = tokens, 1
         return run
 
     def _infill(self, drafts: list[_Draft]) -> Generator[Query | Rows, Prediction, list[_Draft]]:
@@ -215,9 +222,6 @@ class SlotDecoder:
         """
         # The first draft has seen itself only in the verifying pass, as it will here.
         drafts[0].kept = drafts[0].accepted
-        if self.settings.joined:
-            for draft in drafts[1:]:  # what was accepted behind drafts that may be wrong is judged again
-                draft.accepted = 1
         while True:
             if self.settings.joined:
                 drafts = self._hold_back(drafts)

@@ -151,6 +151,39 @@ def test_what_an_unsure_token_depends_on_is_waited_for() -> None:
     assert decoder.tokens[:3] == [3, 4, 70] and cache.length == 27
 
 
+def test_a_refused_end_token_leaves_no_slot_unfinished() -> None:
+    # The end token is first in its slot (position 11), which is judged as the last of a run of three.
+    decoder, _, cache = _decode(
+        12, lambda p: (END if p == 11 else p, 0.95), lambda p, t: 0.1 if t == END else 0.95,
+        after=lambda p: p + 1, join_slots=True,
+    )  # fmt: skip
+    assert decoder.tokens == list(range(3, 15)) and decoder.end is None and cache.length == 15
+
+
+def test_an_end_token_accepted_behind_a_wrong_draft_is_judged_again() -> None:
+    # Slots 0 and 2 are chosen, 1 is not. 2 ends at position 12 while the first draft of 0 stands before it; behind
+    # the committed tokens alone its end token is refused.
+    queries: list[Query] = []
+
+    def answer(query: Query) -> Prediction:
+        queries.append(query)
+
+        def verify(position: int, token: int) -> float:
+            return {5: 0.1, END: 0.95 if len(query.runs) == 1 else 0.1}.get(token, 0.95)
+
+        def draft(position: int) -> tuple[int, float]:
+            return END if position == 12 else position, 0.1 if 7 <= position < 11 else 0.95
+
+        seen = _answer(query, draft, verify, lambda p: 70 if p == 4 else p + 1)
+        seen.probabilities = [0.95 if query.targets else p for p in seen.probabilities]
+        return seen
+
+    decoder = SlotDecoder(PROMPT, Settings(mask_id=MASK, end_ids=(END,), max_new_tokens=12, slot_size=4), FakeCache())
+    _drive(decoder, answer)
+    assert len(next(query for query in queries if len(query.runs) == 2).tokens) == 2 + 4, "a place for every token of 2"
+    assert decoder.tokens == [3, 4, 70, *range(6, 15)] and decoder.end is None
+
+
 def test_the_first_slot_goes_on_where_no_slot_is_sure() -> None:
     # Slot 2 is the best, but not sure: the first is taken, which knows all that is before it.
     _, queries, _ = _decode(
