@@ -114,6 +114,8 @@ class SlotDecoder:
         self.end: int | None = None
         # Left-to-right prediction (token, probability) of a slot's first token, where its predecessor is committed.
         self._ahead: dict[int, tuple[int, float]] = {}
+        # Slots of which that prediction was made while something before was missing.
+        self._outdated: set[int] = set()
         # What happened since somebody last took it from here; None: nobody watches.
         self.notes: list[Note] | None = None
 
@@ -144,11 +146,22 @@ class SlotDecoder:
         firsts = list(range(before, before + len(positions), size))
         # The rows of the prompt's last token and of every slot's first: the head is large, and most slots must wait.
         ahead = [before - 1] if prompt and self.settings.first_from_ar else []
-        tokens = [*prompt, *([mask] * len(positions))]
-        seen = yield Query(tokens, [*range(before), *positions], wanted=ahead + firsts)
+        query = Query([*prompt, *([mask] * len(positions))], [*range(before), *positions], wanted=ahead + firsts)
+        again = self.settings.joined and pool[0] in self._outdated
+        if again:
+            # The slot before the first one once more, beside the masks: now nothing before it is missing.
+            count, before_it = len(query.tokens), slice((pool[0] - 1) * size, pool[0] * size)
+            query = Query(
+                query.tokens + self.tokens[before_it], [*query.positions, *self._positions(pool[0] - 1)],
+                [count, size], [0, count], wanted=[*firsts, count + size - 1],
+            )  # fmt: skip
+        seen = yield query
         self.cache.commit(before)
         if ahead:
             self._ahead[0] = (seen.tokens[0], seen.probabilities[0])
+        if again:
+            self._ahead[pool[0]] = (seen.tokens.pop(), seen.probabilities.pop())
+            self._outdated.remove(pool[0])
         best = list(zip(seen.tokens[len(ahead) :], seen.probabilities[len(ahead) :], strict=True))
         for row, slot in enumerate(pool):
             if slot in self._ahead and self._ahead[slot][1] > best[row][1]:
@@ -392,6 +405,8 @@ class SlotDecoder:
             self._note("committed", draft)
             if self.settings.first_from_ar:
                 self._ahead[self._slots(draft).stop] = draft.after[-1]
+                if not draft.complete:
+                    self._outdated.add(self._slots(draft).stop)
         self.cache.commit(place)
 
     def _note(self, what: str, draft: _Draft, sure: list[float] | None = None) -> None:

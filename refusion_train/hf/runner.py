@@ -94,7 +94,8 @@ def decode(
     `model`: Qwen3- or Llama-like ...ForCausalLM.
     """
     # Masked diffusion keeps nothing: its cache is scratch of the same size.
-    cache = KeyValueCache(model, max(map(len, prompts)) + settings.region, len(prompts))
+    # A slot more: a plan may look at one a second time.
+    cache = KeyValueCache(model, max(map(len, prompts)) + settings.region + settings.unit, len(prompts))
     rows = [Row(number, prompt, settings, cache, on_update is not None) for number, prompt in enumerate(prompts)]
     results = [row.result for row in rows]
     while rows:

@@ -184,6 +184,25 @@ def test_an_end_token_accepted_behind_a_wrong_draft_is_judged_again() -> None:
     assert decoder.tokens == [3, 4, 70, *range(6, 15)] and decoder.end is None
 
 
+def test_a_slot_committed_too_early_is_looked_at_again_by_what_follows_it() -> None:
+    # Slot 1 waits while 0 and 2 are committed; when 3 is the first left, what 2 predicts behind it is asked for anew.
+    looks = {14: 0}
+
+    def after(position: int) -> int:
+        looks[position] = looks.get(position, 0) + 1
+        return 90 if position == 14 and looks[14] > 1 else position + 1
+
+    decoder, queries, _ = _decode(
+        16, lambda p: (p, 0.95 if p in (3, 11) else 0.005), lambda p, t: 0.95, after=after, join_slots=True
+    )
+    assert queries[1].positions == [*range(3, 7), *range(11, 15)], "0 and 2"
+    assert queries[2].positions == [*range(7, 11), *range(15, 19)], "1 and 3; 2 is not looked at: 1 is before it"
+    plan = queries[4]
+    assert (plan.runs, plan.starts, plan.origins) == ([4, 4], [0, 4], [0, 4])
+    assert plan.tokens == [MASK] * 4 + [11, 12, 13, 14] and plan.positions == [*range(15, 19), *range(11, 15)]
+    assert decoder.tokens == [*range(3, 15), 90, 16, 17, 18]
+
+
 def test_the_first_slot_goes_on_where_no_slot_is_sure() -> None:
     # Slot 2 is the best, but not sure: the first is taken, which knows all that is before it.
     _, queries, _ = _decode(
