@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,9 @@ def read(name: str, overrides: list[str], arms: list[str]) -> tuple[Comparison, 
     own = set(all_keys(Comparison))
     mine = [word for word in overrides if word.partition("=")[0].split(".")[0] in own]
     comparison = build(Comparison, find_config(name, "compare", "comparison"), mine)
+    given = [build(Comparison, None, [word]).arms for word in mine if word.startswith("arms=")]
+    if given:  # in place of those of the file, and not beside them
+        comparison.arms = given[-1]
     for arm in arms:
         if arm not in comparison.arms:
             raise ConfigError(f"--arm {arm} is not one of {', '.join(comparison.arms)}")
@@ -128,6 +131,7 @@ def read(name: str, overrides: list[str], arms: list[str]) -> tuple[Comparison, 
 def plan(comparison: Comparison, words: list[str], folder: Path, nproc: int) -> list[Training]:
     """Every arm with every seed, each of which is a configuration that can work. Raises ConfigError."""
     shards = Path(comparison.shards) if comparison.shards else folder / "shards"
+    load(comparison.training, words)  # what is wrong with these is the fault of no arm
     trainings, shapes = [], set()
     for seed in comparison.seeds:
         for arm, apart in comparison.arms.items():
@@ -143,16 +147,18 @@ def plan(comparison: Comparison, words: list[str], folder: Path, nproc: int) -> 
             shapes.add(_shared(config))
     if len(shapes) > 1:
         raise ConfigError(
-            "the arms do not share model, data, batches and steps, so that nothing can be said of their objectives; "
-            "let an arm's words change objective.* and train.lr only"
+            "the arms do not share model, data and training, so that nothing can be said of their objectives; let an "
+            "arm's words change objective.* and train.lr only"
         )
     return trainings
 
 
 def _shared(config: Config) -> str:
     """What all arms must have in common."""
-    parts = {"model": config.model, "data": config.data}
-    parts["train"] = {key: getattr(config.train, key) for key in ("steps", "global_batch_size", "precision")}  # type: ignore[assignment]
+    parts = asdict(config)
+    for key in ("objective", "run_dir", "seed"):
+        del parts[key]
+    del parts["train"]["lr"]
     return repr(parts)
 
 

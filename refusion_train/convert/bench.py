@@ -118,7 +118,8 @@ def read_pairs(path: str) -> list[tuple[str, str]]:
 
 def _methods(folder: str, model: Any, new: int, slot_sizes: Sequence[int]) -> list[Method]:
     """The decoders that suit how a model was trained."""
-    objective = (getattr(model.config, "refusion", None) or {}).get("objective", "ar")
+    trained = getattr(model.config, "refusion", None) or {}
+    objective = trained.get("objective", "ar")
     base = {"max_new_tokens": new}
     if objective == "mdm":
         found = {
@@ -131,6 +132,8 @@ def _methods(folder: str, model: Any, new: int, slot_sizes: Sequence[int]) -> li
         for size in slot_sizes or [model.generation_config.slot_size]:
             found[f"slots of {size}"] = {"slot_size": size}
             found[f"slots of {size}, redraft"] = {"slot_size": size, "correction": "redraft"}
+            if trained.get("cross_slot_targets"):
+                found[f"slots of {size}, side by side"] = {"slot_size": size, "join_slots": False}
         found["left to right"] = {"decoding": "left_to_right"}
     else:
         found = {"left to right": {"decoding": "left_to_right"}}

@@ -11,6 +11,9 @@ from refusion_train.errors import ConfigError
 
 
 def test_words_go_to_the_comparison_or_to_the_training_of_all_arms(tmp_path: Path) -> None:
+    assert list(read("cpu", ["arms={mine: [objective.name=ar]}"], [])[0].arms) == ["mine"], (
+        "not beside those of the file"
+    )
     comparison, words = read("cpu", ["prompts=7", "train.steps=30", "seeds=[3]"], ["slots", "ar"])
     assert (comparison.prompts, comparison.seeds, list(comparison.arms)) == (7, [3], ["slots", "ar"])
     assert words == ["train.steps=30"]
@@ -28,10 +31,12 @@ def test_words_go_to_the_comparison_or_to_the_training_of_all_arms(tmp_path: Pat
         (["shards=there"], [], "go together"),
         ([], ["bert"], "--arm bert is not one of slots, ar, mdm, paper"),
         (["arms={a/b: [objective.name=ar]}"], ["a/b"], "letters, digits"),
-        (["arms={wider: [model.hidden_size=256]}"], [], "do not share model"),
-        (["arms={longer: [train.steps=9]}"], [], "do not share model"),
+        (["arms={a: [objective.name=ar], wider: [model.hidden_size=256]}"], [], "do not share model"),
+        (["arms={a: [objective.name=ar], longer: [train.steps=9]}"], [], "do not share model"),
         (["arms={odd: [objective.name=mdn]}"], [], "arm odd: .*did you mean 'mdm'"),
-        (["train.step=3"], [], "arm slots: .*did you mean 'train.steps'"),
+        (["train.step=3"], [], "^command line: .*did you mean 'train.steps'"),
+        (["arms={}"], [], "must not be empty"),
+        (["arms={a: [objective.name=ar], b: [train.warmup_steps=9]}"], [], "do not share model"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(words: list[str], arms: list[str], message: str, tmp_path: Path) -> None:
