@@ -238,7 +238,7 @@ def test_cross_field_checks_name_the_key(words: list[str], world: int, part: str
 
 @pytest.mark.parametrize("name", sorted(shipped_configs()))
 def test_shipped_configurations_are_valid(name: str) -> None:
-    validate(load(name), 2)
+    validate(load(name), 1 if name == "arithmetic.yaml" else 2)  # that one is for a single core
 
 
 def test_every_knob_is_read_outside_the_schema() -> None:

@@ -58,15 +58,15 @@ def test_every_objective_is_measured(folder: Path, as_: Any, tmp_path: Path, cap
     assert command(["bench", "decode", str(folder), as_("ar"), as_("mdm"), *words]) == 0
     found = json.loads(out.read_text())
     names = [entry["name"] for entry in found]
-    assert [name.split(" ")[0].strip(",") for name in names] == ["slots", "slots", "left", "left", "mdm", "mdm", "mdm"]
+    assert [name.split(" ")[0].strip(",") for name in names] == ["slots"] * 3 + ["left"] * 2 + ["mdm"] * 3
     assert all(entry["prompts"] == 3 for entry in found)
     assert found[0]["right"] == 1 and found[0]["exact_match"] == pytest.approx(1 / 3)
     for entry in found:
         assert entry["tokens_per_forward"] == entry["tokens"] / entry["forwards"]
         assert entry["cpu_seconds"] > 0 and entry["prefill_seconds"] > 0
     # Left to right, a token a forward.
-    assert found[2]["tokens"] == found[2]["forwards"] == found[3]["forwards"]
-    assert found[5]["forwards"] <= 3 * 16 < found[4]["forwards"] or found[4]["tokens"] < 3 * 32
+    assert found[3]["tokens"] == found[3]["forwards"] == found[4]["forwards"]
+    assert found[6]["forwards"] <= 3 * 16 < found[5]["forwards"] or found[5]["tokens"] < 3 * 32
     assert png.read_bytes().startswith(b"\x89PNG") and "forwards/answer" in capsys.readouterr().out
 
 
