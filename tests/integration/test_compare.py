@@ -27,7 +27,7 @@ def test_a_comparison_is_made_once_and_reported(tmp_path: Path, capsys: pytest.C
         assert (folder / name).read_bytes()[:4] == b"\x89PNG" and name in report
     for line in ("| slots | slots of 8 |", "| slots | left to right |", "| ar | left to right |", "| mdm | mdm |"):
         assert line in report
-    assert "4 steps and 2,220 tokens; seeds 5" in report, "every arm saw as many tokens"
+    assert "4 steps and 2,076 tokens; seeds 5" in report, "every arm saw as many tokens"
     first = [_rows(folder / f"{arm}-5")[0] for arm in ("slots", "ar")]
     assert first[0]["val_left_to_right"] == pytest.approx(first[1]["val_left_to_right"], abs=1e-6), "equal weights"
     assert all(row["prompts"] == 2 for row in json.loads((folder / "decoding-5.json").read_text()))
