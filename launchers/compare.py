@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
-from launchers.local import SIGNALS, STOPPED
+from launchers.local import STOPPED, cores, end_with, stop_signals
 from launchers.status import last_rows
 from refusion_train.config import Config, all_keys, build, find_config, load, to_yaml, validate
 from refusion_train.errors import ConfigError, TrainingError
@@ -226,34 +226,32 @@ def train_all(trainings: list[Training], jobs: int, nproc: int, console: Console
     Raises TrainingError, naming the log, when one fails; the others save and stop first.
     """
     waiting, running = list(trainings), dict[Training, subprocess.Popen[bytes]]()
-    received: list[int] = []
-    before = {number: signal.signal(number, lambda got, _: received.append(got)) for number in SIGNALS}
     failed: Training | None = None
     told = time.monotonic()
-    try:
-        while running or (waiting and not received and failed is None):
-            while waiting and len(running) < jobs and not received and failed is None:
-                one = waiting.pop(0)
-                running[one] = _start(one, jobs, nproc)
-            time.sleep(_POLL_S)
-            if received or failed is not None:
-                for process in running.values():
-                    process.send_signal(signal.SIGTERM)
-                    process.wait()
-            for one in [one for one, process in running.items() if process.poll() is not None]:
-                code = running.pop(one).returncode
-                if code not in (0, STOPPED):
-                    failed = failed or one
-                console.print(f"  {one.folder.name}: {_standing(one)}{'' if code == 0 else f' (exit code {code})'}")
-            if time.monotonic() - told > _TOLD_S:
-                told = time.monotonic()
-                console.print("; ".join(f"{one.folder.name}: {_standing(one)}" for one in running))
-    finally:
-        for process in running.values():
-            process.kill()
-            process.wait()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with stop_signals() as received:
+        try:
+            while running or (waiting and not received and failed is None):
+                while waiting and len(running) < jobs and not received and failed is None:
+                    one = waiting.pop(0)
+                    running[one] = _start(one, jobs, nproc)
+                time.sleep(_POLL_S)
+                if received or failed is not None:
+                    for process in running.values():
+                        process.send_signal(signal.SIGTERM)
+                    for process in running.values():
+                        process.wait()
+                for one in [one for one, process in running.items() if process.poll() is not None]:
+                    code = running.pop(one).returncode
+                    if code not in (0, STOPPED):
+                        failed = failed or one
+                    console.print(f"  {one.folder.name}: {_standing(one)}{'' if code == 0 else f' (exit code {code})'}")
+                if time.monotonic() - told > _TOLD_S:
+                    told = time.monotonic()
+                    console.print("; ".join(f"{one.folder.name}: {_standing(one)}" for one in running))
+        finally:
+            for process in running.values():
+                process.kill()
+                process.wait()
     if failed is not None:
         raise TrainingError(f"{failed.folder.name} could not be trained; see {failed.folder / 'train.log'}")
     return STOPPED if received else 0
@@ -261,14 +259,14 @@ def train_all(trainings: list[Training], jobs: int, nproc: int, console: Console
 
 def _start(one: Training, jobs: int, nproc: int) -> subprocess.Popen[bytes]:
     one.folder.mkdir(parents=True, exist_ok=True)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     command = [sys.executable, "-m", "refusion_train.cli", "train", *one.words, "--nproc", str(nproc)]
-    environment = {"OMP_NUM_THREADS": str(max(1, cores // (jobs * nproc))), **os.environ}
+    environment = {"OMP_NUM_THREADS": str(max(1, cores() // (jobs * nproc))), **os.environ}
     with open(one.folder / "train.log", "ab") as log:
         # A session of its own: an interrupt typed at the terminal comes through us, once.
         return subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            preexec_fn=end_with(os.getpid()),
+        )  # fmt: skip
 
 
 def _standing(one: Training) -> str:

@@ -6,15 +6,15 @@ causal arms that have one, the masked loss (a bound on the likelihood, NELBO) fo
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_tools.output import new_figure, write_whole
+from launchers.demo import validation_rows
+from launchers.status import last_rows
 from refusion_train.config import load
-from refusion_train.telemetry import METRICS
 
 if TYPE_CHECKING:
     from launchers.compare import Comparison, Training
@@ -30,7 +30,7 @@ Figures = Sequence[tuple[int, list[dict[str, Any]]]]  # of each seed, the summar
 
 def write(folder: Path, comparison: Comparison, trainings: list[Training], figures: Figures) -> Path:
     """Write report.md and its pictures; returns the report."""
-    curves = {one: validation(one.run) for one in trainings}
+    curves = {one: validation_rows(one.run) for one in trainings}
     _draw_curves(curves, folder / CURVES)
     _draw_speed(figures, folder / SPEED)
     parts = [
@@ -48,15 +48,9 @@ def write(folder: Path, comparison: Comparison, trainings: list[Training], figur
     return folder / REPORT
 
 
-def validation(run: Path) -> list[dict[str, Any]]:
-    """The validation rows of a run, in order."""
-    rows = [json.loads(line) for line in (run / METRICS).read_text("utf-8").splitlines()]
-    return [row for row in rows if any(key in row for key in _LOSSES)]
-
-
 def _settings(comparison: Comparison, trainings: list[Training]) -> str:
     config = load(trainings[0].words[0], list(trainings[0].words[1:]))
-    tokens = [max(row["tokens"] for row in _rows(one.run) if "tokens" in row) for one in trainings]
+    tokens = [last_rows(one.run)[-1]["tokens"] for one in trainings]
     arms = "\n".join(f"- **{arm}**: `{' '.join(words)}`" for arm, words in comparison.arms.items())
     data = f"the built-in task, level {comparison.level}" if comparison.shards is None else comparison.shards
     model = config.model
@@ -66,10 +60,6 @@ def _settings(comparison: Comparison, trainings: list[Training]) -> str:
         f"{', '.join(map(str, comparison.seeds))}. Data: {data}. Model: {model.num_layers} layers of "
         f"{model.hidden_size}, {config.train.precision}.\n\n{arms}"
     )
-
-
-def _rows(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / METRICS).read_text("utf-8").splitlines()]
 
 
 def _losses(curves: dict[Training, list[dict[str, Any]]]) -> str:

@@ -50,7 +50,7 @@ def run_group(command: list[str], nproc: int) -> int:
     """`launch` for any command line."""
     for attempt in range(1, _PORT_TRIES + 1):
         logs = Path(tempfile.mkdtemp(prefix="refusion-ranks-"))
-        with _stop_signals() as received, _reserved_port() as port:
+        with stop_signals() as received, _reserved_port() as port:
             ranks = [_start(command, rank, nproc, port, logs) for rank in range(nproc)]
             try:
                 failed = _wait(ranks, received)
@@ -105,9 +105,13 @@ class _Rank:
 # ------------------------------------------------------------------------------------------------- start and wait
 
 
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _start(command: list[str], rank: int, nproc: int, port: int, logs: Path) -> _Rank:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = max(1, cores // nproc)
+    threads = max(1, cores() // nproc)
     error_file = logs / f"rank-{rank}.error"
     environment = {
         "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **os.environ,
@@ -120,12 +124,12 @@ def _start(command: list[str], rank: int, nproc: int, port: int, logs: Path) -> 
         # A session of its own: an interrupt typed at the terminal comes through us, once.
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-            start_new_session=True, preexec_fn=_end_with(os.getpid()),
+            start_new_session=True, preexec_fn=end_with(os.getpid()),
         )  # fmt: skip
     return _Rank(rank, process, log, error_file)
 
 
-def _end_with(parent: int) -> Callable[[], None] | None:
+def end_with(parent: int) -> Callable[[], None] | None:
     """What a new process does first: ask the kernel to kill it when its parent is gone (Linux)."""
     if not sys.platform.startswith("linux"):
         return None
@@ -189,7 +193,7 @@ def _kill(ranks: list[_Rank]) -> None:
 
 
 @contextlib.contextmanager
-def _stop_signals() -> Iterator[list[int]]:
+def stop_signals() -> Iterator[list[int]]:
     """Signals that ask the group to stop, in the order in which they come, instead of ending the launcher."""
     received: list[int] = []
     before = {number: signal.signal(number, lambda got, _: received.append(got)) for number in SIGNALS}

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from launchers.local import _end_with
+from launchers.local import end_with
 
 NODES = [f"node{number}" for number in range(1, 5)]
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch")
@@ -148,7 +148,7 @@ class LocalCluster:
         with open(self.folder / "log" / f"{name}.out", "ab") as output:
             self._daemons[name] = subprocess.Popen(
                 command, env=self.environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                start_new_session=True, preexec_fn=_end_with(os.getpid()),
+                start_new_session=True, preexec_fn=end_with(os.getpid()),
             )  # fmt: skip
 
     # ---------------------------------------------------------------------------------------------------- using

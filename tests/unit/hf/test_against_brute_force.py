@@ -132,9 +132,8 @@ def test_serial_slots_accept_only_what_is_probable_left_to_right(seed: int) -> N
         assert rows[0][index] == best or probabilities[rows[0][index]] > threshold
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_where_masks_know_nothing_slots_are_left_to_right(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First tokens always from the left, nothing accepted: the whole decoder is greedy left to right."""
+def _make_masks_say(sure: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is predicted at a mask has this probability."""
     from refusion_train.hf import runner
 
     class Unsure(runner.Row):
@@ -142,13 +141,19 @@ def test_where_masks_know_nothing_slots_are_left_to_right(seed: int, monkeypatch
             if isinstance(self.asked, runner.Query):
                 rows = self.asked.wanted or range(len(self.asked.tokens))
                 at = [self.asked.tokens[row] for row in rows]
-                seen.probabilities = [0.0 if t == MASK else p for t, p in zip(at, seen.probabilities, strict=True)]
+                seen.probabilities = [sure if t == MASK else p for t, p in zip(at, seen.probabilities, strict=True)]
             super().answer(seen)
 
+    monkeypatch.setattr(runner, "Row", Unsure)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_where_masks_know_nothing_slots_are_left_to_right(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First tokens always from the left, nothing accepted: the whole decoder is greedy left to right."""
     model = tiny_model(seed, sharpness=0.8)
     prompt = torch.tensor([[5, 6, 7]])
     expected = model.generate(prompt, max_new_tokens=12, decoding="left_to_right", eos_token_id=9)
-    monkeypatch.setattr(runner, "Row", Unsure)
+    _make_masks_say(0.0, monkeypatch)
     got = model.generate(prompt, max_new_tokens=12, slot_size=4, token_threshold=1.0, eos_token_id=9)
     assert got.tolist() == expected.tolist()
 
@@ -156,20 +161,10 @@ def test_where_masks_know_nothing_slots_are_left_to_right(seed: int, monkeypatch
 @pytest.mark.parametrize("seed", range(6))
 def test_one_run_of_all_slots_is_left_to_right(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All slots chosen, first tokens from the left: what is accepted above one half is the likeliest token."""
-    from refusion_train.hf import runner
-
-    class Unsure(runner.Row):
-        def answer(self, seen: runner.Prediction) -> None:
-            if isinstance(self.asked, runner.Query):
-                rows = self.asked.wanted or range(len(self.asked.tokens))
-                at = [self.asked.tokens[row] for row in rows]
-                seen.probabilities = [1e-9 if t == MASK else p for t, p in zip(at, seen.probabilities, strict=True)]
-            super().answer(seen)
-
     model = tiny_model(seed, sharpness=1.5)
     prompt, options = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 24, "return_dict_in_generate": True}
     expected = model.generate(prompt, decoding="left_to_right", eos_token_id=9, **options)
-    monkeypatch.setattr(runner, "Row", Unsure)
+    _make_masks_say(1e-9, monkeypatch)
     got = model.generate(
         prompt, slot_size=4, slot_threshold=0.0, token_threshold=0.5, join_slots=True, eos_token_id=9, **options
     )
